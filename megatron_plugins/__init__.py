@@ -1,0 +1,1 @@
+"""Megatron-facing modules, layer specs, collectives and verification."""
