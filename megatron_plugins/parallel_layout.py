@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_overrides.kernels.collectives.reference import rank_of, world_size
+from te_overrides.kernels.collectives.transport import group_rank, group_size
 from te_overrides.kernels.gemm.reference import lanes_per_rank
 
 CP_LAYOUT = "zigzag"
@@ -30,19 +30,19 @@ class ParallelLayout:
 
     @property
     def tp_size(self) -> int:
-        return world_size(self.tp_group)
+        return group_size(self.tp_group)
 
     @property
     def tp_rank(self) -> int:
-        return rank_of(self.tp_group)
+        return group_rank(self.tp_group)
 
     @property
     def cp_size(self) -> int:
-        return world_size(self.cp_group)
+        return group_size(self.cp_group)
 
     @property
     def cp_rank(self) -> int:
-        return rank_of(self.cp_group)
+        return group_rank(self.cp_group)
 
     @property
     def sp_group(self) -> dist.ProcessGroup | None:

@@ -12,22 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from te_overrides.kernels.collectives.transport import all_gather, all_to_all
+from te_overrides.kernels.collectives.transport import all_gather, all_to_all, group_rank, group_size
 from te_overrides.kernels.tree.reference import balanced_tree
 
 
 class CollectiveError(ValueError):
     """A collective was asked for something the contract does not define."""
-
-
-def world_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of `group`; None is one rank."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def rank_of(group: dist.ProcessGroup | None) -> int:
-    """This process's rank in `group`; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
 
 
 def check_sum_world(size: int) -> None:
@@ -49,8 +39,8 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     Raises:
         CollectiveError: a world size that is no power of two.
     """
-    check_sum_world(world_size(group))
-    if world_size(group) == 1:
+    check_sum_world(group_size(group))
+    if group_size(group) == 1:
         return x
     return balanced_tree(all_gather(x, group))
 
@@ -61,7 +51,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
     Raises:
         CollectiveError: a world size that is no power of two, or dim 0 that it does not divide.
     """
-    size = world_size(group)
+    size = group_size(group)
     check_sum_world(size)
     if size == 1:
         return x
@@ -75,7 +65,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
 
 def gather_first_dim(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Concatenation along dim 0 in rank order."""
-    return x if world_size(group) == 1 else torch.cat(all_gather(x, group), dim=0)
+    return x if group_size(group) == 1 else torch.cat(all_gather(x, group), dim=0)
 
 
 def even_cuts(size: int, parts: int) -> list[slice]:
@@ -98,9 +88,9 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
     Returns:
         One tensor [..., C_own] per source rank, in rank order, and the slice of columns owned here.
     """
-    size = world_size(group)
+    size = group_size(group)
     cuts = even_cuts(x.shape[-1], size)
-    own = cuts[rank_of(group)]
+    own = cuts[group_rank(group)]
     if size == 1:
         return [x], own
     # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from te_overrides.kernels.collectives.reference import rank_of, select_contribution, world_size
-from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.collectives.reference import select_contribution
+from te_overrides.kernels.collectives.transport import all_gather, group_rank, group_size
 from te_overrides.kernels.gemm.reference import LANES, lanes_per_rank
 from te_overrides.kernels.portable_math.reference import exp, exp_f64, log_f64
 from te_overrides.kernels.tree.reference import balanced_tree, balanced_tree_dim
@@ -61,9 +61,9 @@ class VocabParallelLogProb(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         valid: int | None,
     ) -> torch.Tensor:
-        size, local = world_size(group), logits.shape[-1]
+        size, local = group_size(group), logits.shape[-1]
         check_vocabulary(local * size)
-        first = rank_of(group) * local
+        first = group_rank(group) * local
         x = logits.to(torch.float32)
         if valid is not None and first + local > valid:
             x = x.clone()

@@ -51,7 +51,7 @@ def chain(
             "Flatten tokens first and pass the weight as [out, in]."
         )
     (m, k_size), n = a.shape, b.shape[0]
-    accounting.flops(2 * m * n * k_size)
+    accounting.flops(m * n * k_size)
     acc = torch.zeros(m, n, dtype=torch.float32, device=a.device) if start is None else start.clone()
     columns_of_a = a.t().to(torch.float32).contiguous().unsqueeze(-1)  # [K, M, 1]
     columns_of_b = b.t().to(torch.float32).contiguous()  # [K, N]
