@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from bits import assert_equal_bits, count_mismatches
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -53,7 +54,9 @@ def test_strides_do_not_matter():
     assert count_mismatches(x.expand(2, 3, 4), torch.stack([x, x])) == (0, 24, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64], ids=str
+)
 def test_integers_bools_and_complex_are_compared_too(dtype):
     x = torch.tensor([0, 1, 1, 0]).to(dtype)
     y = torch.tensor([0, 1, 0, 0]).to(dtype)
