@@ -17,65 +17,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from step0_plan import ROOT, Task, tasks
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 8
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run of one layout."""
-
-    kind: str  # "layout", or "actor": two models in one process
-    name: str
-    dtype: str
-    tp: int = 1
-    cp: int = 1
-    sp: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.cp
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}-{self.dtype}".replace("+", "_").replace(" ", "_")
-
-
-LAYOUTS = (
-    ("TP2", 2, 1, False),
-    ("TP4", 4, 1, False),
-    ("TP2+SP", 2, 1, True),
-    ("CP2", 1, 2, False),
-    ("CP4", 1, 4, False),
-    ("TP2xCP2+SP", 2, 2, True),
-)
-
-
-def tasks(mode: str) -> list[Task]:
-    """What an engine runs; the unsharded run of each dtype comes first, everything is compared with it.
-
-    Upstream's local spec covers TP alone (torch's norm refuses sequence parallelism, its core attention refuses CP); CP is
-    run with TransformerEngine's ring in its place.
-    """
-    out = [Task("layout", "TP1", dtype) for dtype in DTYPES]
-    for dtype in DTYPES:
-        out += [
-            Task("layout", name, dtype, tp, cp, sp)
-            for name, tp, cp, sp in LAYOUTS
-            if mode == "deterministic" or (not sp and (cp > 1) == (mode == "ring"))
-        ]
-        if mode == "deterministic":
-            out.append(Task("actor", "reference vs actor", dtype))
-    return out
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _spec(mode: str) -> Any:
@@ -136,7 +88,7 @@ def _run(task: Task, mode: str, folder: Path) -> dict[int, dict[str, Any]]:
     import step0_model
 
     layout = step0_model.Layout(task.name, task.tp, task.cp, task.sp)
-    dtype = DTYPES[task.dtype]
+    dtype = TORCH_DTYPES[task.dtype]
     step0_model.initialize(layout)
     tokens = step0_model.byte_tokens(ROOT / "docs")
     checkpoint = folder / f"checkpoint-{task.dtype}.pt"

@@ -1,0 +1,143 @@
+"""Shows the fault and its absence: one small Megatron GPT in several parallel layouts, upstream beside deterministic.
+
+Every layout loads the same checkpoint and sees the same tokens (bytes of this repository's documentation). Each is
+compared, bit by bit, with the unsharded run of its own side: logits, log-probabilities, loss and every gradient, after one
+and after three micro-batches. Exit status 1 when a deterministic element differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import step0_report
+from step0_plan import ROOT, UPSTREAM_ABSENT, tasks
+
+HERE = Path(__file__).resolve().parent
+
+
+class EngineFailure(RuntimeError):
+    """A measuring process ended before it had measured everything."""
+
+
+def _events(*command: str) -> Iterator[dict[str, Any]]:
+    """JSON lines of a measuring process; whatever else it prints is shown only if it fails."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE
+    )
+    assert process.stdout is not None
+    chatter: list[str] = []
+    for line in process.stdout:
+        if line.startswith('{"event"'):
+            event = json.loads(line)
+            if event["event"] == "error":
+                process.kill()
+                raise EngineFailure(f"{event['mode']}, layout {event['task']['name']}:\n{event['message']}")
+            yield event
+        else:
+            chatter.append(line)
+    if process.wait():
+        raise EngineFailure(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(chatter[-40:])}")
+
+
+def _key(task: dict[str, Any], micro_batches: int) -> tuple[str, str, int]:
+    return task["name"], task["dtype"], micro_batches
+
+
+def measure(te_sources: Path, only: list[str], progress: Any) -> tuple[dict[Any, Any], dict[Any, Any], dict[str, Any]]:
+    """Rows of both sides by (name, dtype, micro-batches), and the LSE figure."""
+    sides: dict[str, dict[Any, Any]] = {"upstream": {}, "deterministic": {}}
+    selection = [word for name in only for word in ("--only", name)]
+    for mode, label in (("upstream", "upstream"), ("ring", "upstream, TE ring"), ("deterministic", "deterministic")):
+        total = len([t for t in tasks(mode) if not only or t.name in (*only, "TP1")])
+        with progress.stage(label, total) as stage:
+            for event in _events("step0_engine.py", mode, "--te-sources", str(te_sources), *selection):
+                if event["event"] == "begin":
+                    stage.note(f"{event['task']['name']} {event['task']['dtype']}")
+                elif event["event"] == "row":
+                    side = "deterministic" if mode == "deterministic" else "upstream"
+                    result = {**event["result"], "seconds": event["seconds"]}
+                    sides[side].setdefault(_key(event["task"], event["micro_batches"]), result)
+                    if event["micro_batches"] == 1:
+                        stage.advance()
+    with progress.stage("upstream, LSE correction after nine shapes", 1) as stage:
+        (lse,) = _events("step0_lse.py", "--te-sources", str(te_sources))
+        stage.advance()
+    return sides["upstream"], sides["deterministic"], lse
+
+
+def build_rows(upstream: dict[Any, Any], deterministic: dict[Any, Any], lse: dict[str, Any]) -> list[dict[str, Any]]:
+    """Report rows: every deterministic one, upstream's own figure beside it where upstream can run the layout."""
+    rows = []
+    for (name, dtype, micro_batches), ours in sorted(deterministic.items(), key=lambda kv: _order(kv[0])):
+        if name == "TP1":
+            continue
+        theirs = upstream.get((name, dtype, micro_batches))
+        row: dict[str, Any] = {"name": name, "dtype": dtype, "micro_batches": micro_batches}
+        if theirs is not None:
+            what = "TransformerEngine ring, CP against CP=1" if name.startswith("CP") else "local spec, TP against TP=1"
+            row["upstream"] = {**theirs, "what": what}
+        elif name == "reference vs actor" and (dtype, micro_batches) == ("fp32", 1):
+            row["upstream"] = {
+                "mismatched": lse["mismatched"],
+                "total": lse["total"],
+                "max_abs_logprob": None,
+                "seconds": lse["seconds"],
+                "what": "TransformerEngine's LSE correction, same operands before and after nine shapes "
+                f"(max abs {lse['max_abs']:.1e})",
+                "parts": {"lse": [lse["mismatched"], lse["total"]]},
+            }
+        else:
+            row["upstream"] = None
+            row["upstream_why_absent"] = UPSTREAM_ABSENT[name]
+        row["deterministic"] = ours
+        rows.append(row)
+    return rows
+
+
+def _order(key: tuple[str, str, int]) -> tuple[int, int, int]:
+    names = [task.name for task in tasks("deterministic")]
+    return names.index(key[0]), ("bf16", "fp32").index(key[1]), key[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder of step0.json, step0.md and step0.png")
+    parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="measure only these layouts")
+    parser.add_argument("--te-sources", type=Path, default=ROOT / ".venv" / "transformer-engine-sources")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    args = parser.parse_args()
+    known = {task.name for task in tasks("deterministic")} - {"TP1"}
+    if unknown := set(args.only) - known:
+        parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(known)}")
+    start = time.monotonic()
+    try:
+        with step0_report.Progress() as progress:
+            upstream, deterministic, lse = measure(args.te_sources, args.only, progress)
+    except EngineFailure as failure:
+        print(f"The measurement did not finish.\n{failure}", file=sys.stderr)
+        raise SystemExit(2) from failure
+    report = {
+        "environment": {**step0_report.environment(), "seconds": round(time.monotonic() - start, 1), "host": platform.machine()},
+        "rows": build_rows(upstream, deterministic, lse),
+    }
+    step0_report.write(report, args.out)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        step0_report.show(report)
+    differing = [row["name"] for row in report["rows"] if row["deterministic"]["mismatched"]]
+    if differing:
+        print(f"deterministic rows differ: {sorted(set(differing))}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
