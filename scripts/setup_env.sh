@@ -9,7 +9,7 @@ VENV_PYTHON=$VENV/bin/python
 SETUP_LOG=$VENV/setup.log
 TORCH_REQUIREMENT='torch==2.13.0'
 TRITON_REQUIREMENT='triton>=3.4'
-TE_REQUIREMENT='transformer-engine>=2.4'
+TE_REQUIREMENT='transformer-engine==2.20.2'
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -129,16 +129,14 @@ set_up() {
 
     pip_install "3/4 installing megatron-core, the tests' tools and what draws the report" \
         --constraint "$VENV/constraints.txt" --requirement "$ROOT/scripts/requirements.txt"
-    # By spec and without dependencies: without a GPU build beside it transformer_engine is not importable, and its
-    # Python sources are all that is wanted here.
-    local missing=()
-    "$VENV_PYTHON" -c 'import triton' >/dev/null 2>&1 || missing+=("$TRITON_REQUIREMENT")
-    "$VENV_PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("transformer_engine") is None)' ||
-        missing+=("$TE_REQUIREMENT")
-    if [ "${#missing[@]}" -gt 0 ]; then
-        pip_install "4/4 installing ${missing[*]}" --no-deps "${missing[@]}"
+    imports "$VENV_PYTHON" triton || pip_install "    installing $TRITON_REQUIREMENT" --no-deps "$TRITON_REQUIREMENT"
+    # Beside site-packages and without dependencies: megatron-core imports a transformer_engine that it finds, and
+    # without its compiled half that fails. Only its Python sources are wanted here, by those who ask for this folder.
+    if imports "$VENV_PYTHON" transformer_engine; then
+        say "4/4 using the installed transformer-engine"
     else
-        say "4/4 using the installed triton and transformer-engine"
+        pip_install "4/4 unpacking the sources of $TE_REQUIREMENT beside the environment" \
+            --no-deps --upgrade --target "$VENV/transformer-engine-sources" "$TE_REQUIREMENT"
     fi
     stamp_of >"$VENV/setup.stamp"
     say "done in $((SECONDS - started)) s"

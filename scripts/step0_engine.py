@@ -2,8 +2,8 @@
 
 One engine process arms (or does not arm) the patch layer, imports Megatron once and forks its ranks; each layout then
 borrows as many ranks as it needs and gives them a process group of their own. The engine prints one JSON object a line:
-``{"event": "begin"|"row"|"error", …}``. Started twice by the quick start: once plain, for upstream's own figures, once
-armed. Upstream is never measured in an armed process.
+``{"event": "begin"|"row"|"error", …}``. The quick start runs it plain, for upstream's own figures, and armed. Upstream
+is never measured in an armed process.
 """
 
 from __future__ import annotations
@@ -61,14 +61,17 @@ LAYOUTS = (
 
 
 def tasks(mode: str) -> list[Task]:
-    """What an engine runs; the unsharded run of each dtype comes first, everything is compared with it."""
+    """What an engine runs; the unsharded run of each dtype comes first, everything is compared with it.
+
+    Upstream's local spec covers TP alone (torch's norm refuses sequence parallelism, its core attention refuses CP); CP is
+    run with TransformerEngine's ring in its place.
+    """
     out = [Task("layout", "TP1", dtype) for dtype in DTYPES]
     for dtype in DTYPES:
         out += [
             Task("layout", name, dtype, tp, cp, sp)
             for name, tp, cp, sp in LAYOUTS
-            # Upstream's local spec: torch's norm refuses sequence parallelism, its core attention refuses CP.
-            if mode == "deterministic" or (cp == 1 and not sp)
+            if mode == "deterministic" or (not sp and (cp > 1) == (mode == "ring"))
         ]
         if mode == "deterministic":
             out.append(Task("actor", "reference vs actor", dtype))
@@ -80,6 +83,10 @@ def _spec(mode: str) -> Any:
         from megatron_plugins.layer_specs import deterministic_gpt_layer_spec
 
         return deterministic_gpt_layer_spec
+    if mode == "ring":
+        import step0_ring
+
+        return step0_ring.ring_spec()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
@@ -286,8 +293,9 @@ class Engine:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("upstream", "deterministic"))
+    parser.add_argument("mode", choices=("upstream", "ring", "deterministic"))
     parser.add_argument("--only", action="append", help="run only these layouts (TP1 is always run)")
+    parser.add_argument("--te-sources", type=Path, default=ROOT / ".venv" / "transformer-engine-sources")
     args = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if sys.platform == "linux":
@@ -303,6 +311,10 @@ def main() -> None:
     import megatron.core.models.gpt  # noqa: F401  imported once, before the ranks are forked
     import step0_model  # noqa: F401
 
+    if args.mode == "ring":
+        import step0_ring
+
+        step0_ring.load_ring(args.te_sources)
     todo = [t for t in tasks(args.mode) if not args.only or t.name == "TP1" or t.name in args.only]
     with tempfile.TemporaryDirectory(prefix="step0-") as name:
         engine = Engine(args.mode, Path(name))

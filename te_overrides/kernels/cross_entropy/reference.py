@@ -31,9 +31,8 @@ def check_vocabulary(padded: int) -> None:
         want = -(-padded // unit) * unit
         raise VocabularyError(
             f"padded vocabulary {padded} is no multiple of {LANES} lanes x {COLUMNS_PER_LANE} columns = {unit}, so its "
-            f"lanes would depend on the tensor-parallel degree. Pad it to {want} at every degree "
-            f"(Megatron: --make-vocab-size-divisible-by {unit} pads to {unit} x TP; set --padded-vocab-size or the "
-            f"divisor so that the result is {want})."
+            f"lanes would depend on the tensor-parallel degree. Pad it to {want} at every degree (Megatron: "
+            f"--make-vocab-size-divisible-by {unit} / TP, since it multiplies by TP)."
         )
 
 
