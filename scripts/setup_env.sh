@@ -128,7 +128,7 @@ set_up() {
             "What to do: mend what the line above names, or install a torch yourself, then run again."
     fi
     # Whatever comes next must live with this torch; pip would otherwise feel free to replace it.
-    "$VENV_PYTHON" -c 'import torch; print(f"torch=={torch.__version__}")' >"$VENV/constraints.txt"
+    "$VENV_PYTHON" -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' >"$VENV/constraints.txt"
 
     pip_install "3/4 installing megatron-core, the tests' tools and what draws the report" \
         --constraint "$VENV/constraints.txt" --requirement "$ROOT/scripts/requirements.txt"
