@@ -79,7 +79,10 @@ def test_json_markdown_and_plot_are_written_and_agree(tmp_path):
     assert "12 of 6,101 (0.197%)" in text
     assert "no figure" in shown
     for place in (text, shown):
-        assert "0 mismatched elements in all 2 rows; upstream differs in 1 of the 1 that have its figure" in place
+        assert (
+            "0 mismatched elements in all 2 rows; upstream differs in 1 of the 1 that have its figure"
+            in place
+        )
         assert "its DotProductAttention refuses context parallelism" in place
     assert "local spec, TP2 against TP1" in text
     assert (tmp_path / "out" / "step0.png").read_bytes().startswith(b"\x89PNG")
