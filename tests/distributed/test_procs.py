@@ -90,7 +90,9 @@ def test_a_killed_test_run_leaves_no_rank_behind(tmp_path):
     (tmp_path / "program.py").write_text(program)
     tests = Path(__file__).parents[1]
     folders = [str(tests), str(tests / "distributed"), str(tmp_path)]
-    run = subprocess.Popen([sys.executable, str(tmp_path / "program.py"), *folders])
+    run = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), *folders], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     _until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     run.kill()
     run.wait()
