@@ -70,18 +70,21 @@ make_venv() {
 # pip_install WHAT ARGUMENTS...: pip with its output in the log, a sign of life every ten seconds, and a message
 # that shows the end of the log when it fails.
 pip_install() {
-    local what=$1 pid seconds=0 status=0
+    local what=$1 seconds=0 status=0
     shift
     say "$what"
     "$VENV_PYTHON" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@" \
         >>"$SETUP_LOG" 2>&1 </dev/null &
     pid=$!
+    # A background process ignores Ctrl-C; without this pip would go on after the script has ended.
+    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
     while kill -0 "$pid" 2>/dev/null; do
         sleep 0.2
         seconds=$((seconds + 1))
         [ $((seconds % 50)) -ne 0 ] || say "    $((seconds / 5)) s: $(tail -n 1 "$SETUP_LOG" | cut -c 1-90)"
     done
     wait "$pid" || status=$?
+    trap - INT TERM
     [ "$status" -eq 0 ] || {
         tail -n 15 "$SETUP_LOG" >&2
         die "Sought: pip install $*, for Python $(describe "$VENV_PYTHON")." \
@@ -125,19 +128,16 @@ set_up() {
             "What to do: mend what the line above names, or install a torch yourself, then run again."
     fi
     # Whatever comes next must live with this torch; pip would otherwise feel free to replace it.
-    "$VENV_PYTHON" -c 'import torch; print(f"torch=={torch.__version__}")' >"$VENV/constraints.txt"
+    "$VENV_PYTHON" -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' >"$VENV/constraints.txt"
 
     pip_install "3/4 installing megatron-core, the tests' tools and what draws the report" \
         --constraint "$VENV/constraints.txt" --requirement "$ROOT/scripts/requirements.txt"
-    imports "$VENV_PYTHON" triton || pip_install "    installing $TRITON_REQUIREMENT" --no-deps "$TRITON_REQUIREMENT"
+    imports "$VENV_PYTHON" triton || pip_install "3/4 installing $TRITON_REQUIREMENT" --no-deps "$TRITON_REQUIREMENT"
     # Beside site-packages and without dependencies: megatron-core imports a transformer_engine that it finds, and
-    # without its compiled half that fails. Only its Python sources are wanted here, by those who ask for this folder.
-    if imports "$VENV_PYTHON" transformer_engine; then
-        say "4/4 using the installed transformer-engine"
-    else
-        pip_install "4/4 unpacking the sources of $TE_REQUIREMENT beside the environment" \
-            --no-deps --upgrade --target "$VENV/transformer-engine-sources" "$TE_REQUIREMENT"
-    fi
+    # without its compiled half that fails. Only its Python sources are wanted here, by those who ask for this folder,
+    # and in this version even where the machine has a build of its own.
+    pip_install "4/4 unpacking the sources of $TE_REQUIREMENT beside the environment" \
+        --no-deps --upgrade --target "$VENV/transformer-engine-sources" "$TE_REQUIREMENT"
     stamp_of >"$VENV/setup.stamp"
     say "done in $((SECONDS - started)) s"
 }

@@ -1,8 +1,9 @@
 """Runs one function on several gloo ranks of this machine and says in words what went wrong on which rank.
 
-Ranks are forked from a fork server that has imported torch and done nothing else. Forking from the test process
-would copy its threads, its armed hooks and its imported upstream modules; spawning would import torch eight times
-on two cores. A rank therefore starts within milliseconds, in a process where nothing but torch is imported.
+A fork server that has imported torch and done nothing else forks one nursery per world; the nursery imports what
+the caller names, once, and forks the ranks. Forking from the test process would copy its threads, its armed hooks and
+its imported upstream modules; spawning would import torch (and Megatron: a second each) eight times on two cores.
+A rank therefore starts within milliseconds, in a process where torch and the named modules are imported.
 
 The rendezvous store lives in the test process on a port that the system picks, so two test processes never race
 for one. A rank that raises ends the world: the others, who would wait for it in a collective, are given a moment
@@ -11,18 +12,21 @@ to report and then killed. A world that hangs is killed after `timeout` with the
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +36,8 @@ import torch.distributed as dist
 
 # After a first rank has failed, the others have this long to fail by themselves and add their own report.
 GRACE_SECONDS = 2.0
+# What the nursery's imports may take on top of the timeout; a cold disk and a busy machine included.
+IMPORT_SECONDS = 120.0
 
 
 class RankFailure(AssertionError):
@@ -64,25 +70,8 @@ class _Report:
         os._exit(1)
 
 
-def _die_with_the_test_process() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _rank_main(
-    rank: int, world_size: int, port: int, folder: Path, environment: dict[str, str], timeout: float
-) -> None:
-    threading.Thread(target=_die_with_the_test_process, daemon=True).start()
-    # The fork server keeps the environment of the moment it was started; a test may have changed its own since.
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if sys.platform == "linux":
-        # Without it gloo resolves the host name, which fails on machines that are not in their own DNS.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _rank_main(rank: int, world_size: int, port: int, folder: Path, timeout: float) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     with open(folder / f"stack-{rank}", "w") as stack, _Report(folder / f"error-{rank}"):
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         torch.set_num_threads(1)
@@ -98,27 +87,93 @@ def _rank_main(
         dist.destroy_process_group()
 
 
+def _nursery_main(
+    world_size: int,
+    port: int,
+    folder: Path,
+    environment: dict[str, str],
+    imports: tuple[str, ...],
+    timeout: float,
+) -> None:
+    """Import, fork the ranks, wait for them, and leave an outcome: every exit status and the ranks that hung."""
+    # The fork server keeps the environment of the moment it was started; a test may have changed its own since.
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if sys.platform == "linux":
+        # Without it gloo resolves the host name, which fails on machines that are not in their own DNS.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # With a group of its own, the test process can end the nursery and its ranks at once.
+    os.setpgid(0, 0)
+    with _Report(folder / "error-import"):
+        for module in imports:
+            importlib.import_module(module)
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, world_size, port, folder, timeout), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    hung = _wait_for_all(ranks, timeout)
+    for process in ranks:
+        process.kill()
+        process.join()
+    outcome = {"hung": hung, "exit": [process.exitcode for process in ranks]}
+    (folder / "outcome").write_text(json.dumps(outcome))
+
+
+def _wait_for_all(ranks: list[ForkProcess], timeout: float) -> list[int]:
+    """Wait until every rank has ended, one has failed (plus grace), or time is up; returns those that hang."""
+    test_process = multiprocessing.parent_process()
+    assert test_process is not None
+    deadline = time.monotonic() + timeout
+    failed = False
+    while alive := [process for process in ranks if process.is_alive()]:
+        if not failed and any(process.exitcode not in (None, 0) for process in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        if test_process.sentinel in wait(
+            [test_process.sentinel, *(process.sentinel for process in alive)], left
+        ):
+            # A killed test run must not leave ranks behind.
+            os.killpg(0, signal.SIGKILL)
+    if failed or not alive:
+        return []
+    for process in alive:
+        os.kill(process.pid or 0, signal.SIGUSR1)
+    time.sleep(0.5)
+    return [index for index, process in enumerate(ranks) if process.is_alive()]
+
+
 def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
+    imports: tuple[str, ...] = (),
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on `world_size` gloo ranks.
 
     Args:
         world_size: number of processes. The default group is gloo over all of them, one torch thread each.
-        fn: a module-level function (it is sent by name; a lambda or nested function is refused by pickle).
+        fn: a module-level function (it is sent by name; a lambda or nested function is refused by pickle). Its
+            module is imported in every rank, so what that module imports is better named in `imports`.
         args: picklable; tensors are copied to each rank.
         timeout: seconds after which the world is killed; also the process group's own.
-        env: set in the ranks on top of this process's environment.
+        env: set in the ranks on top of this process's environment, before `imports`.
+        imports: modules that are imported once, in this order, before the ranks are forked, e.g.
+            ("patches.auto", "megatron.core.models.gpt") with env={"DETERMINISTIC_ROCM": "invariant"}.
 
     Returns:
         What each rank returned, in rank order.
 
     Raises:
-        RankFailure: a rank raised, died or ran past the timeout; says which.
+        RankFailure: a rank raised, died or ran past the timeout, or an import failed; says which.
         ValueError: world_size below 1.
     """
     __tracebackhide__ = True
@@ -132,65 +187,52 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         torch.save((fn, args), folder / "call")
-        ranks = [
-            context.Process(
-                target=_rank_main,
-                args=(rank, world_size, store.port, folder, environment, timeout),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
+        nursery = context.Process(
+            target=_nursery_main, args=(world_size, store.port, folder, environment, imports, timeout)
+        )
+        nursery.start()
         try:
-            hung = _wait_for_all(ranks, timeout, folder)
+            nursery.join(timeout + IMPORT_SECONDS)
         finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-        _raise_on_failure(fn, ranks, hung, timeout, folder)
+            _end(nursery)
+        _raise_on_failure(fn, world_size, timeout, folder)
         return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _wait_for_all(ranks: list[Any], timeout: float, folder: Path) -> list[int]:
-    """Wait until every rank has ended, one has failed (plus grace), or time is up; returns the ranks that hang."""
-    deadline = time.monotonic() + timeout
-    failed = False
-    while alive := [process for process in ranks if process.is_alive()]:
-        if not failed and any(process.exitcode not in (None, 0) for process in ranks):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        wait([process.sentinel for process in alive], left)
-    if failed or not alive:
-        return []
-    for process in alive:
-        os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    return [index for index, process in enumerate(ranks) if process.is_alive()]
+def _end(nursery: Any) -> None:
+    if nursery.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(nursery.pid, signal.SIGKILL)
+        # Before it has a group of its own there are no ranks either.
+        nursery.kill()
+    nursery.join()
 
 
-def _raise_on_failure(
-    fn: Callable[..., Any], ranks: list[Any], hung: list[int], timeout: float, folder: Path
-) -> None:
+def _raise_on_failure(fn: Callable[..., Any], world_size: int, timeout: float, folder: Path) -> None:
     __tracebackhide__ = True
-    world = f"{fn.__module__}.{fn.__qualname__} on {len(ranks)} ranks"
-    if hung:
-        stacks = "\n".join(f"rank {rank}: {(folder / f'stack-{rank}').read_text()}" for rank in hung)
+    world = f"{fn.__module__}.{fn.__qualname__} on {world_size} ranks"
+    if (folder / "error-import").exists():
+        raise RankFailure(f"{world}: an import failed\n{(folder / 'error-import').read_text()}")
+    if not (folder / "outcome").exists():
         raise RankFailure(
-            f"{world}: ranks {hung} still running after {timeout:g} s and killed; where they were:\n{stacks}"
+            f"{world}: the process that imports for the ranks died or took over {IMPORT_SECONDS:g} s"
         )
-    reports = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    silent = [
-        f"rank {rank} died without a word, exit status {process.exitcode}"
-        for rank, process in enumerate(ranks)
-        if process.exitcode not in (0, 1, -signal.SIGKILL)
-    ]
-    if not reports and not silent and all(process.exitcode == 0 for process in ranks):
+    outcome = json.loads((folder / "outcome").read_text())
+    if outcome["hung"]:
+        stacks = "\n".join(
+            f"rank {rank}: {(folder / f'stack-{rank}').read_text()}" for rank in outcome["hung"]
+        )
+        raise RankFailure(
+            f"{world}: ranks {outcome['hung']} still running after {timeout:g} s and killed; where they were:\n{stacks}"
+        )
+    if not any(outcome["exit"]):
         return
+    reports = sorted(folder.glob("error-*[0-9]"), key=lambda path: path.stat().st_mtime_ns)
     told = [f"rank {path.name.removeprefix('error-')}:\n{path.read_text()}" for path in reports]
-    statuses = {f"rank {rank}": process.exitcode for rank, process in enumerate(ranks)}
-    raise RankFailure(f"{world} failed (exit statuses {statuses})\n" + "\n".join(silent + told))
+    # Status 1 has left its report, SIGKILL is this file's own.
+    silent = [
+        f"rank {rank} died without a word, exit status {status}"
+        for rank, status in enumerate(outcome["exit"])
+        if status not in (0, 1, -signal.SIGKILL)
+    ]
+    raise RankFailure(f"{world} failed, exit statuses {outcome['exit']}\n" + "\n".join(silent + told))

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,10 @@ def _gather(rank, world_size, x):
 
 def _environment(rank, world_size, name):
     return os.environ.get(name), os.environ["RANK"], torch.get_num_threads(), "megatron" in sys.modules
+
+
+def _imported(rank, world_size, name):
+    return name in sys.modules, os.environ.get("SEEN_BY_IMPORTS")
 
 
 def _one_rank_raises(rank, world_size):
@@ -62,6 +68,48 @@ def test_ranks_see_the_environment_of_now_and_start_clean(monkeypatch):
         ("yes", "1", 1, False),
     ]
     assert run_ranks(1, _environment, "ADDED", env={"ADDED": "too"}) == [("too", "0", 1, False)]
+
+
+def test_named_modules_are_imported_before_the_ranks_start():
+    assert run_ranks(2, _imported, "colorsys") == [(False, None)] * 2
+    found = run_ranks(2, _imported, "colorsys", imports=("colorsys",), env={"SEEN_BY_IMPORTS": "yes"})
+    assert found == [(True, "yes")] * 2
+
+
+def test_a_failed_import_is_told():
+    with pytest.raises(RankFailure, match=r"(?s)an import failed.*No module named 'no_such_module'"):
+        run_ranks(2, _imported, "x", imports=("no_such_module",))
+
+
+def test_a_killed_test_run_leaves_no_rank_behind(tmp_path):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from procs import run_ranks\nfrom test_procs import _write_pid_and_sleep\n"
+        "if __name__ == '__main__': run_ranks(2, _write_pid_and_sleep, sys.argv[3])\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    tests = Path(__file__).parents[1]
+    folders = [str(tests), str(tests / "distributed"), str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), *folders], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    _until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    run.kill()
+    run.wait()
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def _until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _write_pid_and_sleep(rank, world_size, folder):
+    (Path(folder) / f"pid-{os.getpid()}").touch()
+    time.sleep(600)
 
 
 def test_a_failure_names_the_rank_and_shows_its_own_traceback():

@@ -11,7 +11,9 @@ from te_overrides.kernels.gemm import reference as gemm
 from te_overrides.kernels.tree.reference import balanced_tree
 
 
-def _operands(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(
+    m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(m * 7919 + n * 31 + k)
     return torch.randn(m, k, generator=g).to(dtype), torch.randn(n, k, generator=g).to(dtype)
 
@@ -102,8 +104,14 @@ def test_lanes_of_bf16_and_float32_against_float64() -> None:
     ("call", "words"),
     [
         (lambda: gemm.lanes_per_rank(3), ["3", "8 lanes", "Use TP"]),
-        (lambda: gemm.lane_tree(torch.ones(1, 12), torch.ones(1, 12), tp_size=1), ["K = 12", "8 lanes", "Pad"]),
-        (lambda: gemm.lane_tree(torch.ones(1, 16), torch.ones(1, 16), tp_size=1, segments=[8]), ["[8]", "16"]),
+        (
+            lambda: gemm.lane_tree(torch.ones(1, 12), torch.ones(1, 12), tp_size=1),
+            ["K = 12", "8 lanes", "Pad"],
+        ),
+        (
+            lambda: gemm.lane_tree(torch.ones(1, 16), torch.ones(1, 16), tp_size=1, segments=[8]),
+            ["[8]", "16"],
+        ),
         (lambda: gemm.chain(torch.ones(2, 3), torch.ones(2, 4)), ["(2, 3)", "(2, 4)"]),
     ],
 )

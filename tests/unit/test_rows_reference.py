@@ -11,7 +11,12 @@ from bits import assert_equal_bits, count_mismatches
 
 from te_overrides.kernels.cross_entropy.reference import VocabularyError, vocab_parallel_log_prob
 from te_overrides.kernels.embedding.reference import embedding_gradient
-from te_overrides.kernels.grad_norm.reference import NonFiniteError, norm_from_bins, square_bins, sum_of_squares
+from te_overrides.kernels.grad_norm.reference import (
+    NonFiniteError,
+    norm_from_bins,
+    square_bins,
+    sum_of_squares,
+)
 from te_overrides.kernels.granules import reference as granules
 from te_overrides.kernels.rmsnorm.reference import rmsnorm, rmsnorm_backward
 from te_overrides.kernels.rope.reference import Rope

@@ -1,0 +1,48 @@
+"""What the documents list is what the code holds: refusals, environment variables, kernels, changes."""
+
+import re
+
+import pytest
+from tree import ROOT
+
+from megatron_plugins.arguments import ARGUMENT_RULES
+from megatron_plugins.env_contract import MISSPELLED, VARIABLES
+from megatron_plugins.refusals import RULES
+
+
+def document(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.mark.parametrize("rule", [rule.rule for rule in (*RULES, *ARGUMENT_RULES)])
+def test_every_refusal_is_in_the_limits(rule):
+    assert f"| {rule} |" in document("limits.md")
+
+
+def test_the_limits_list_no_refusal_that_the_code_does_not_make():
+    rows = [line for line in document("limits.md").splitlines() if line.startswith("| ")]
+    assert len(rows) - 1 == len(RULES) + len(ARGUMENT_RULES)
+
+
+@pytest.mark.parametrize("name", [*(variable.name for variable in VARIABLES), *MISSPELLED])
+def test_every_variable_of_the_environment_contract_is_in_the_operators_guide(name):
+    assert f"| `{name}` |" in document("operators.md")
+
+
+def test_every_kernel_folder_is_in_the_architecture():
+    kernels = ROOT / "te_overrides" / "kernels"
+    folders = {path.parent.relative_to(kernels).parts[0] for path in kernels.glob("*/*.py")}
+    named = set(re.findall(r"^\| `(\w+)` \|", document("architecture.md"), re.MULTILINE))
+    assert folders - named == set()
+
+
+def test_every_change_answers_the_first_question_first():
+    changes = sorted((ROOT / "docs" / "changes").glob("[0-9]*.md"))
+    assert changes
+    for change in changes:
+        assert re.match(r"\*\*Do bits change\?\*\* (no|yes: )", change.read_text()), change.name
+
+
+def test_every_page_is_in_the_index():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - set(re.findall(r"\]\(([\w.]+\.md)\)", document("index.md"))) == set()
