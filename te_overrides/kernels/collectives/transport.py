@@ -19,6 +19,11 @@ from torch import Tensor
 
 from te_overrides.kernels import accounting
 
+# torch 2.13 renamed the call and warns at every use of the old name; older ones know only that.
+_all_gather_bytes = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks in `group`; 1 for None."""
@@ -47,7 +52,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     if payload.numel() == 0:
         return [torch.empty_like(x) for _ in range(world)]
     received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
-    dist.all_gather_into_tensor(received, payload, group=group)
+    _all_gather_bytes(received, payload, group=group)
     accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
     return [_from_bytes(piece, x) for piece in received.chunk(world)]
 

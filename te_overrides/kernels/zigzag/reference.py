@@ -16,6 +16,7 @@ With one rank every layout is the identity and any length is allowed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -198,7 +199,7 @@ def packed_rank_rows(cu_seqlens: Sequence[int], cp_size: int, rank: int, layout:
             Cutting the boundaries themselves (`cu_seqlens // cp_size`) would move them into the neighbours.
     """
     rows = [torch.empty(0, dtype=torch.int64)]
-    for index, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
+    for index, (start, stop) in enumerate(itertools.pairwise(cu_seqlens)):
         check_length(stop - start, cp_size, layout, f"sequence {index} of the packed batch, length")
         rows.append(start + rank_positions(stop - start, cp_size, rank, layout))
     return torch.cat(rows)
