@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_overrides.kernels.attention.context_parallel import context_parallel_attention
+from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
 
 RESULTS = ("out", "lse", "dQ", "dK", "dV")
 
@@ -43,3 +43,13 @@ def rows_of(results: dict[str, Tensor], rows: Sequence[int] | Tensor) -> dict[st
     """The results restricted to some rows of the sequence."""
     rows = torch.as_tensor(rows)
     return {name: x[..., rows] if name == "lse" else x[rows] for name, x in results.items()}
+
+
+def packed_everything(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """out, lse, dQ, dK, dV of `packed_attention(..., **options)`; operands [t, h, d], lse [h, t]."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
+    out, lse = packed_attention(q, k, v, **options)
+    out.backward(grad_out)
+    return dict(zip(RESULTS, (out.detach(), lse, q.grad, k.grad, v.grad), strict=True))

@@ -8,14 +8,20 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from attention_cases import RESULTS, everything, operands
+from attention_cases import RESULTS, everything, operands, packed_everything
 from bits import assert_equal_bits
 from procs import run_ranks
 
 from te_overrides.kernels import accounting
 from te_overrides.kernels.attention import reference
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention
-from te_overrides.kernels.zigzag.reference import LAYOUTS, ZigzagError, from_canonical
+from te_overrides.kernels.zigzag.reference import (
+    LAYOUTS,
+    LayoutError,
+    ZigzagError,
+    from_canonical,
+    packed_rank_rows,
+)
 
 WORLD = 8
 # A multiple of 2 * CP for CP 1, 2, 3, 4 and 8, and no multiple of BLOCK_N.
@@ -142,3 +148,46 @@ def _mutated(rank, world_size, want):
 def test_a_tile_that_follows_the_degree_is_seen_and_uneven_rows_are_refused():
     options, tensors = _case("causal bf16")
     run_ranks(2, _mutated, everything(*tensors, **options))
+
+
+# Lengths of ISEEKYAN/Megatron-LM#111 and NVIDIA/Megatron-LM#4495, an empty sequence, and one of several tiles;
+# padded to what zigzag over 2, 3 and 4 ranks takes.
+LENGTHS, PADDED = [5, 11, 3, 0, 140], [24, 24, 24, 0, 144]
+
+
+def _cumulative(lengths):
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def _pack():
+    """Packed operands [t, h, d] with NaN in the padding rows."""
+    tensors = [x.squeeze(1) for x in operands(sum(PADDED), 1, 4, 2, 8)]
+    for start, length, padded in zip(_cumulative(PADDED), LENGTHS, PADDED):
+        for x in tensors:
+            x[start + length : start + padded] = float("nan")
+    return tensors
+
+
+def _packed(rank, world_size, want):
+    bounds = {"cu_seqlens": _cumulative(LENGTHS), "cu_seqlens_padded": _cumulative(PADDED)}
+    for cp_size in (2, 3, 4):
+        group = dist.new_group(list(range(cp_size)))
+        if rank >= cp_size:
+            continue
+        for layout in LAYOUTS:
+            rows = packed_rank_rows(_cumulative(PADDED), cp_size, rank, layout)
+            got = packed_everything(*(x[rows] for x in _pack()), cp_group=group, layout=layout, **bounds)
+            for name in RESULTS:
+                part = want[name][..., rows] if name == "lse" else want[name][rows]
+                assert_equal_bits(got[name], part, f"{name}, packed, CP={cp_size}, {layout}, rank {rank}")
+            if cp_size == 2:
+                unpadded = [x[: 19 // 2] for x in _pack()]
+                with pytest.raises(
+                    LayoutError, match="sequence 0 of the packed batch, length 5 .* pad it to"
+                ):
+                    packed_everything(*unpadded, cp_group=group, layout=layout, cu_seqlens=[0, 5, 16, 19])
+
+
+def test_packed_sequences_have_the_same_bits_under_every_degree_or_are_refused_by_name():
+    bounds = {"cu_seqlens": _cumulative(LENGTHS), "cu_seqlens_padded": _cumulative(PADDED)}
+    run_ranks(4, _packed, packed_everything(*_pack(), **bounds))

@@ -140,10 +140,9 @@ def attention_forward(
     scale = _score_scale(softmax_scale, query.shape[-1])
     batch, per_group, s_q = query.shape[1], query.shape[2] // groups, query.shape[0]
     key_positions = torch.arange(key.shape[0])
-    state = {"dtype": torch.float32, "device": query.device}
-    row_max = torch.full((batch, groups, per_group, s_q), -math.inf, **state)
-    row_sum = torch.zeros((batch, groups, per_group, s_q), **state)
-    acc = torch.zeros((batch, groups, per_group, value.shape[-1], s_q), **state)
+    row_sum = q.new_zeros(batch, groups, per_group, s_q)
+    row_max = torch.full_like(row_sum, -math.inf)
+    acc = q.new_zeros(batch, groups, per_group, value.shape[-1], s_q)
 
     for rows in _blocks(s_q, batch * query.shape[2] * BLOCK_N):
         positions = query_positions[rows]
@@ -227,7 +226,7 @@ def attention_dq(
     k_rows = _rows(key)
     key_positions = torch.arange(key.shape[0])
     (s_q, batch, heads, d), groups = query.shape, key.shape[2]
-    acc = torch.zeros((batch, groups, heads // groups, d, s_q), dtype=torch.float32, device=query.device)
+    acc = k_rows.new_zeros(batch, groups, heads // groups, d, s_q)
     for rows in _blocks(s_q, batch * heads * BLOCK_N):
         runs = mask.rows_that_see(key_positions, query_positions[rows])
         for tile in _tiles(key.shape[0]):
@@ -276,10 +275,9 @@ def attention_dkv(
     operands = _BackwardOperands.of(query, key, value, grad_out, softmax_lse, delta, mask, softmax_scale)
     (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
     query_positions = torch.arange(s_q)
-    state = {"dtype": torch.float32, "device": key.device}
-    dk = torch.zeros((batch, groups, d, s_k), **state)
-    dv = torch.zeros((batch, groups, d_v, s_k), **state)
     q_rows, grad_rows = _head_rows(query, groups), _head_rows(grad_out, groups)
+    dk = q_rows.new_zeros(batch, groups, d, s_k)
+    dv = q_rows.new_zeros(batch, groups, d_v, s_k)
     for keys in _consecutive(key_positions, BLOCK_N):
         runs = mask.keys_seen_by(query_positions, key_positions[keys])
         rows_of_keys = mask.rows_that_see(key_positions[keys], query_positions)
@@ -288,13 +286,12 @@ def attention_dkv(
             for rows in _blocks(stop - first, batch * groups * BLOCK_N, start=first):
                 p, ds = operands.weights(rows, keys, query_positions, key_positions, head)
                 # Keys innermost: an operation of the chain then runs over consecutive memory.
-                p, ds = (
-                    x.squeeze(2).transpose(-1, -2).contiguous().unsqueeze(-2).unbind(-3) for x in (p, ds)
-                )
-                _chain_into(dv[..., keys], p, grad_rows[head][rows], runs[rows])
-                _chain_into(dk[..., keys], ds, q_rows[head][rows], runs[rows])
+                p_rows, ds_rows = (x.squeeze(2).transpose(-1, -2).contiguous().unsqueeze(-2) for x in (p, ds))
+                _chain_into(dv[..., keys], p_rows.unbind(-3), grad_rows[head][rows], runs[rows])
+                _chain_into(dk[..., keys], ds_rows.unbind(-3), q_rows[head][rows], runs[rows])
     dk.mul_(_softmax_scale(softmax_scale, d))
-    return tuple(x.permute(3, 0, 1, 2).to(key.dtype).contiguous() + 0.0 for x in (dk, dv))
+    dk, dv = (x.permute(3, 0, 1, 2).to(key.dtype).contiguous() + 0.0 for x in (dk, dv))
+    return dk, dv
 
 
 @dataclass(frozen=True)
@@ -453,13 +450,13 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, scale: float, hidden
 
 def _chain(left: Tensor, right: Tensor) -> Tensor:
     """`for t ascending along dim 0: acc = round32(acc + round32(left[t] * right[t]))`, broadcast over the rest."""
-    shape = torch.broadcast_shapes(left.shape, right.shape)
-    acc = torch.zeros(shape[1:], dtype=torch.float32, device=left.device)
+    terms = torch.broadcast_tensors(left, right)[0].shape
+    acc = left.new_zeros(terms[1:])
     product = torch.empty_like(acc)
     for a, b in zip(left.unbind(0), right.unbind(0), strict=True):
         torch.mul(a, b, out=product)
         acc.add_(product)
-    accounting.flops(math.prod(shape))
+    accounting.flops(terms.numel())
     return acc
 
 
