@@ -34,9 +34,11 @@ from te_overrides.kernels.attention.reference import (
     check_operands,
 )
 from te_overrides.kernels.collectives.transport import all_gather, group_rank, group_size
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.zigzag.reference import check_length, rank_positions, to_canonical
 
 
+@eager_only
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -75,6 +77,7 @@ def context_parallel_attention(
     return _OwnedAttention.apply(query, key, value, cp_group, layout, [whole], mask, softmax_scale)
 
 
+@eager_only
 def packed_attention(
     query: Tensor,
     key: Tensor,

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from te_overrides.kernels.attention.reference import AttentionError, Mask, attention_forward
+from te_overrides.kernels.eager import eager_only
 
 
+@eager_only
 @torch.no_grad()
 def paged_attention(
     query: Tensor,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from te_overrides.kernels import accounting
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.portable_math.reference import exp2, log_f64
 from te_overrides.kernels.tree.reference import balanced_tree_dim
 
@@ -107,6 +108,7 @@ class Mask:
         return (distance < -left) | (distance > right)
 
 
+@eager_only
 def attention_forward(
     query: Tensor,  # [s_q, b, h, d]
     key: Tensor,  # [s_k, b, h_kv, d]
@@ -184,6 +186,7 @@ def attention_forward(
     return out, lse.reshape(batch, query.shape[2], s_q)
 
 
+@eager_only
 def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     """`delta = tree over d_v of round32(dO * out)`, what softmax's backward subtracts.
 
@@ -197,6 +200,7 @@ def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     return balanced_tree_dim(product, -1).permute(1, 2, 0).contiguous()
 
 
+@eager_only
 def attention_dq(
     query: Tensor,  # [s_q, b, h, d]
     key: Tensor,  # [s_k, b, h_kv, d]
@@ -245,6 +249,7 @@ def attention_dq(
     return acc.permute(4, 0, 1, 2, 3).reshape(query.shape).to(query.dtype) + 0.0
 
 
+@eager_only
 def attention_dkv(
     query: Tensor,  # [s_q, b, h, d]
     key: Tensor,  # [s_k, b, h_kv, d]

@@ -21,7 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from te_overrides.kernels.eager import eager_only
 
+
+@eager_only
 def balanced_tree(terms: Sequence[Tensor]) -> Tensor:
     """Add terms of one shape and one dtype by the balanced tree.
 
@@ -55,6 +58,7 @@ def balanced_tree(terms: Sequence[Tensor]) -> Tensor:
     return level[0]
 
 
+@eager_only
 def balanced_tree_dim(x: Tensor, dim: int) -> Tensor:
     """Add the slices of `x` along `dim` by the balanced tree, a level at a time over all elements at once.
 
