@@ -225,6 +225,24 @@ def test_gradients_are_never_minus_zero():
         assert not bool(got[name].signbit().any()), name
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v, _ = operands(8, 1, 1, 1, 4, torch.float32)
+    out, _ = context_parallel_attention(q.requires_grad_(), k, v)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    q, k, v, grad = operands(40, 1, 2, 1, 8)
+    want = everything(q, k, v, grad)
+    for name, index in (("dQ", 0), ("dK", 1), ("dV", 2)):
+        tensors = [x.clone().requires_grad_(i == index) for i, x in enumerate((q, k, v))]
+        context_parallel_attention(*tensors)[0].backward(grad)
+        assert [x.grad is not None for x in tensors] == [i == index for i in range(3)]
+        assert_equal_bits(tensors[index].grad, want[name], name)
+
+
 def test_what_the_contract_does_not_cover_is_refused_by_name():
     q, k, v, grad = operands(8, 1, 4, 2, 8)
     for arguments, message in [

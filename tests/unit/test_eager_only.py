@@ -1,7 +1,6 @@
 """A surrounding torch.compile calls our arithmetic, it does not trace it."""
 
 import pytest
-import torch
 from attention_cases import RESULTS, everything, operands
 from bits import assert_equal_bits
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from te_overrides.kernels.attention.reference import (
     AttentionError,
@@ -192,6 +193,7 @@ class _OwnedAttention(torch.autograd.Function):
         return out, softmax_lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, softmax_lse = ctx.saved_tensors
         delta = attention_delta(grad_out, out)
