@@ -1,0 +1,105 @@
+"""The ``--deterministic-rocm`` argument in Megatron's parser: what it selects and what it refuses.
+
+The flag exists in the parser only while the patch layer is armed. An unarmed run with the flag stops at argparse with
+"unrecognized arguments", which is the honest answer: nothing of this project would have been active.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_plugins.refusals import Rule, refusals
+from patches.errors import NotCoveredError
+
+SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
+"""Megatron's ``--spec``: module and attribute."""
+
+MODES = ("stable", "invariant")
+
+VOCABULARY_UNIT = 1024
+
+
+def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deterministic-rocm[=stable|invariant]``; bare means invariant. Adding twice changes nothing."""
+    if "--deterministic-rocm" not in parser._option_string_actions:
+        group = parser.add_argument_group(title="deterministic-rocm")
+        group.add_argument(
+            "--deterministic-rocm",
+            nargs="?",
+            const="invariant",
+            choices=MODES,
+            default=None,
+            help="bitwise reproducible training: 'stable' (same layout, same bits) or 'invariant' (same bits in every "
+            "TP, CP, SP and PP layout; the default)",
+        )
+    return parser
+
+
+def apply_flag(args: argparse.Namespace, armed: str) -> None:
+    """Settle mode and spec after parsing. Sets ``args.spec`` only where the user gave none.
+
+    Raises:
+        NotCoveredError: the command line asks for another mode than the one that is armed, or for a foreign spec.
+    """
+    asked = getattr(args, "deterministic_rocm", None)
+    if asked is not None and asked != armed:
+        raise NotCoveredError(
+            f"--deterministic-rocm={asked} on the command line, but the patch layer is armed as {armed!r} "
+            "(DETERMINISTIC_ROCM). Give both the same value."
+        )
+    args.deterministic_rocm = armed
+    if armed != "invariant":
+        return
+    spec = getattr(args, "spec", None)
+    if spec is None:
+        args.spec = list(SPEC)
+    elif not str(spec[0]).startswith("megatron_plugins."):
+        raise NotCoveredError(
+            f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec's modules keep their own "
+            f"arithmetic. Drop --spec (then {' '.join(SPEC)} is used), or run with --deterministic-rocm=stable."
+        )
+
+
+def _padding(args: Any) -> int:
+    return int(getattr(args, "make_vocab_size_divisible_by", 128)) * int(args.tensor_model_parallel_size)
+
+
+ARGUMENT_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda a: not getattr(a, "padded_vocab_size", None) and _padding(a) != VOCABULARY_UNIT,
+        lambda a: f"make_vocab_size_divisible_by={getattr(a, 'make_vocab_size_divisible_by', None)} at "
+        f"tensor_model_parallel_size={a.tensor_model_parallel_size}",
+        f"Megatron pads the vocabulary to a multiple of their product, which must be {VOCABULARY_UNIT} at every degree",
+        lambda a: f"pass --make-vocab-size-divisible-by {VOCABULARY_UNIT // int(a.tensor_model_parallel_size)}",
+    ),
+    Rule(
+        lambda a: not getattr(a, "untie_embeddings_and_output_weights", True),
+        lambda a: "untie_embeddings_and_output_weights=False",
+        "the two gradients of a tied weight are owned by different ranks",
+        "pass --untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        lambda a: bool(getattr(a, "use_torch_fsdp2", False) or getattr(a, "use_megatron_fsdp", False)),
+        lambda a: "FSDP",
+        "its sharding of gradients is not part of the contract yet",
+        "use Megatron's DistributedDataParallel",
+    ),
+)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse contradictions after Megatron has validated the arguments; changes nothing.
+
+    Raises:
+        NotCoveredError: every broken rule in one message.
+    """
+    if args.deterministic_rocm != "invariant":
+        return
+    view = argparse.Namespace(**vars(args))
+    view.num_moe_experts = getattr(args, "num_experts", None)
+    if not getattr(args, "group_query_attention", False):
+        view.num_query_groups = args.num_attention_heads
+    broken = refusals(view) + refusals(view, ARGUMENT_RULES)
+    if broken:
+        raise NotCoveredError("--deterministic-rocm=invariant refuses these arguments. " + " ".join(broken))

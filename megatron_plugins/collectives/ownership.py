@@ -1,0 +1,104 @@
+"""Who computes which part of a gradient (docs/numbers.md, "Tokens").
+
+Operands travel so that one rank sums an element over all tokens, in canonical order. The others hold +0, and the sums
+that upstream makes afterwards (data-parallel buckets over DP x CP, ``_allreduce_non_tensor_model_parallel_grads`` over
+TP) are exact in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
+from te_overrides.kernels.collectives.reference import (
+    exchange_columns,
+    gather_first_dim,
+    owned,
+)
+from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.embedding.reference import embedding_gradient
+from te_overrides.kernels.gemm.reference import chain
+from te_overrides.kernels.granules.reference import GRANULE, check_run, granule_partials, sum_granules
+from te_overrides.kernels.zigzag.reference import to_canonical
+
+
+def _runs(layout: ParallelLayout, positions: int) -> int:
+    """Length of a rank's shortest run of consecutive positions, given the positions it holds under CP."""
+    chunk = positions // 2 if layout.cp_size > 1 and layout.cp_layout == "zigzag" else positions
+    return chunk if not layout.sequence_parallel else min(chunk, positions // layout.tp_size)
+
+
+def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
+    """dW of ``y = x W^T``: one chain over all tokens, rows owned by context-parallel ranks.
+
+    Args:
+        x: [s, B, K], s the positions of this CP rank (already gathered over sequence parallelism).
+        grad: [s, B, N].
+
+    Returns:
+        [N, K] float32; rows of other CP ranks are +0.
+    """
+    pieces, own = exchange_columns(grad, layout.cp_group)
+    all_x = to_canonical(all_gather(x, layout.cp_group), layout.cp_layout)
+    all_grad = to_canonical(pieces, layout.cp_layout)
+    rows = chain(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t())
+    return owned(rows, own, grad.shape[-1], dim=0)
+
+
+def vector_gradient(
+    terms: torch.Tensor, layout: ParallelLayout, *, tokens_over_tp: bool, heads_over_tp: bool = False
+) -> torch.Tensor:
+    """Gradient of a vector parameter: granule partials, exchanged by columns, one balanced tree.
+
+    Args:
+        terms: [s, B, C] float32, or [s, B, groups, heads of a group, C] for q/k-norm; s the positions held here.
+        tokens_over_tp: the positions of a CP rank are split over TP (sequence parallelism).
+        heads_over_tp: KV groups are split over TP (q/k-norm).
+
+    Returns:
+        [C] float32, columns of other ranks +0. TP ranks own columns too where something is split over TP; elsewhere
+        every TP rank computes the same sum.
+
+    Raises:
+        GranuleError: a run of positions that is no multiple of 16 although ranks share the tokens.
+    """
+    positions = terms.shape[0] * (layout.tp_size if tokens_over_tp else 1)
+    shared = layout.cp_size > 1 or (tokens_over_tp and layout.tp_size > 1)
+    check_run(_runs(layout, positions), shared, "vector gradient")
+    columns = terms.shape[-1]
+    partials = granule_partials(terms)  # [granules, B, (groups,) C]
+    start, width = 0, columns
+    if (tokens_over_tp or heads_over_tp) and layout.tp_size > 1:
+        pieces, cut = exchange_columns(partials, layout.tp_group)
+        partials = torch.cat(pieces, dim=0 if tokens_over_tp else 2)
+        start, width = cut.start, cut.stop - cut.start
+    if layout.cp_size > 1:
+        pieces, cut = exchange_columns(partials, layout.cp_group)
+        partials = to_canonical(pieces, layout.cp_layout)
+        start, width = start + cut.start, cut.stop - cut.start
+    return owned(sum_granules(partials), slice(start, start + width), columns)
+
+
+def embedding_weight_gradient(
+    ids: torch.Tensor, grad: torch.Tensor, rows: int, first_row: int, layout: ParallelLayout
+) -> torch.Tensor:
+    """Gradient of this TP rank's rows of the embedding table; columns owned by context-parallel ranks.
+
+    Args:
+        ids: [B, s] int64, the positions of this CP rank.
+        grad: [s, B, C], gathered over sequence parallelism.
+        rows, first_row: this rank's part of the vocabulary.
+
+    Returns:
+        [rows, C] float32.
+    """
+    pieces, own = exchange_columns(grad, layout.cp_group)
+    all_grad = to_canonical(pieces, layout.cp_layout)
+    all_ids = to_canonical(all_gather(ids.transpose(0, 1).contiguous(), layout.cp_group), layout.cp_layout)
+    flat_ids = canonical_tokens(all_ids.unsqueeze(-1)).squeeze(-1) - first_row
+    return owned(embedding_gradient(flat_ids, canonical_tokens(all_grad), rows), own, grad.shape[-1])
+
+
+def gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
+    """[s / TP, B, C] to [s, B, C] under sequence parallelism; anything else unchanged."""
+    return gather_first_dim(x, layout.sp_group)

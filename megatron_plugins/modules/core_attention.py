@@ -1,0 +1,103 @@
+"""Core attention of the layer spec: a query row's bits depend on its position alone (docs/numbers.md, "Attention").
+
+The same code serves every CP degree, one included: TransformerEngine calls its context-parallel runtime only for more
+than one rank, so an override of the runtime alone would leave CP=1 with other arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_plugins.modules.guard import require_supported
+from megatron_plugins.parallel_layout import layout_of
+from patches.errors import NotCoveredError
+from te_overrides.kernels.attention.context_parallel import context_parallel_attention
+
+_CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False}
+
+
+class DeterministicCoreAttention(torch.nn.Module):
+    """Megatron's core-attention interface on the strict attention kernels.
+
+    Raises:
+        NotCoveredError: cross attention, dropout, softmax variants, attention bias, packed sequences under CP.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        model_comm_pgs: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        require_supported(config)
+        softmax_type = getattr(config, "softmax_type", "vanilla")
+        for found, wanted, name in (
+            (attention_type, "self", "attention_type"),
+            (attention_dropout or 0.0, 0.0, "attention_dropout"),
+            (softmax_type, "vanilla", "softmax_type"),
+        ):
+            if found != wanted:
+                raise NotCoveredError(
+                    f"{name}={found!r} in layer {layer_number}: the attention contract covers {wanted!r} alone."
+                )
+        groups = pg_collection if pg_collection is not None else model_comm_pgs
+        self.config, self.layer_number, self.attn_mask_type = config, layer_number, attn_mask_type
+        self.layout = layout_of(config, getattr(groups, "tp", None), getattr(groups, "cp", None))
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        if getattr(config, "apply_query_key_layer_scaling", False):
+            raise NotCoveredError("apply_query_key_layer_scaling=True: the scale would depend on the layer; switch it off.")
+        window = getattr(config, "window_size", None)
+        self.window = tuple(window) if window is not None else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [s, B, heads, d], key/value [s, B, groups, d], all local -> [s, B, heads * d].
+
+        `attention_mask` is what Megatron passes beside the mask type; the type decides.
+        """
+        kind = (attn_mask_type or self.attn_mask_type).name
+        if kind not in _CAUSAL:
+            raise NotCoveredError(f"attn_mask_type={kind}: the attention contract covers {sorted(_CAUSAL)}.")
+        if attention_bias is not None:
+            raise NotCoveredError("attention_bias was passed: biases are not part of the attention contract.")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params, _CAUSAL[kind])
+        out, _lse = context_parallel_attention(
+            query,
+            key,
+            value,
+            cp_group=self.layout.cp_group,
+            layout=self.layout.cp_layout,
+            causal=_CAUSAL[kind],
+            softmax_scale=self.softmax_scale,
+            window=self.window,
+        )
+        return out.reshape(*out.shape[:2], -1)
+
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any, causal: bool
+    ) -> torch.Tensor:
+        raise NotCoveredError(
+            f"packed sequences (qkv_format={getattr(packed, 'qkv_format', None)!r}) reached the core attention: the order "
+            "of token sums over packed rows is not settled for this module yet. Pass padded [b, s] batches."
+        )

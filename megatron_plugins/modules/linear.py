@@ -1,0 +1,196 @@
+"""Column- and row-parallel linears in the contract's orders (docs/numbers.md, "Eight lanes", "Tokens").
+
+Column-parallel: the forward is one chain a rank, dX is the eight-lane contraction over output rows, finished by the
+tree over TP. Row-parallel: the forward is the eight-lane contraction over inputs, dX is one chain. dW is one chain over
+all tokens, owned by rows over context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megatron_plugins.collectives.ownership import gather_tokens, vector_gradient, weight_gradient
+from megatron_plugins.modules.gradient_accumulation import deliver
+from megatron_plugins.modules.guard import require_supported
+from megatron_plugins.parallel_layout import ParallelLayout, layout_of
+from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
+from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.gemm.reference import lane_tree, one_lane
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """x [s(/TP), B, K], weight [N / TP, K] -> [s, B, N / TP]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, segments: int, fused: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layout, ctx.segments, ctx.fused = layout, segments, fused
+        full = gather_tokens(x, layout)
+        return one_lane(_flat(full), weight).view(*full.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        layout: ParallelLayout = ctx.layout
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            rows = weight.shape[0]
+            partial = lane_tree(
+                _flat(grad), weight.t(), tp_size=layout.tp_size, segments=[rows // ctx.segments] * ctx.segments
+            ).view(*grad.shape[:-1], weight.shape[1])
+            dx = reduce_scatter(partial, layout.tp_group) if layout.sequence_parallel else all_reduce(partial, layout.tp_group)
+        if ctx.needs_input_grad[1]:
+            dw = deliver(weight, weight_gradient(gather_tokens(x, layout), grad, layout), ctx.fused)
+        return dx, dw, None, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """x [s, B, K / TP], weight [N, K / TP] -> [s(/TP), B, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, fused: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layout, ctx.fused = layout, fused
+        partial = lane_tree(_flat(x), weight, tp_size=layout.tp_size).view(*x.shape[:-1], weight.shape[0])
+        return reduce_scatter(partial, layout.tp_group) if layout.sequence_parallel else all_reduce(partial, layout.tp_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layout: ParallelLayout = ctx.layout
+        grad = gather_tokens(grads[0].contiguous(), layout)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = one_lane(_flat(grad), weight.t()).view(*grad.shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = deliver(weight, weight_gradient(x, grad, layout), ctx.fused)
+        return dx, dw, None, None
+
+
+class BiasAdd(torch.autograd.Function):
+    """``x + bias`` with one rounding; the bias's gradient by granules.
+
+    x [s, B, C], bias [C]. `tokens_over_tp`: x holds this TP rank's share of the tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor, layout: ParallelLayout, tokens_over_tp: bool
+    ) -> torch.Tensor:
+        ctx.layout, ctx.tokens_over_tp, ctx.bias_dtype = layout, tokens_over_tp, bias.dtype
+        return torch.add(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        dbias = None
+        if ctx.needs_input_grad[1]:
+            terms = grad.to(torch.float32)
+            dbias = vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.tokens_over_tp).to(ctx.bias_dtype)
+        return grad, dbias, None, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    """[..., C / TP] to [..., C] in rank order; the gradient is this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
+        ctx.layout, ctx.width = layout, x.shape[-1]
+        return torch.cat(all_gather(x.contiguous(), layout.tp_group), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        start = ctx.layout.tp_rank * ctx.width
+        return grads[0][..., start : start + ctx.width].contiguous(), None
+
+
+class DeterministicColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's ColumnParallelLinear with layout-invariant arithmetic. Same constructor, parameters, checkpoints."""
+
+    gradient_segments = 1
+    """Packed parts of the output rows: 2 for ``[gate; up]`` (set by the MLP that knows)."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Check what the contract covers and read the groups. Also called when an upstream instance is taken over.
+
+        Raises:
+            NotCoveredError: MoE experts, deferred weight gradients, CPU offloading.
+        """
+        require_supported(self.config, is_expert=self.is_expert)
+        self.layout = layout_of(self.config, self.tp_group)
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """input_ [s(/TP), B, K] -> ([s, B, N / TP] or [s, B, N] when gathered, bias or None)."""
+        weight = self.weight if weight is None else weight
+        if weight is None or tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
+            raise ValueError(
+                f"{type(self).__name__} needs a weight of shape {(self.output_size_per_partition, self.input_size)}, got "
+                f"{None if weight is None else tuple(weight.shape)}: pass `weight=` when the layer allocates none."
+            )
+        out = _ColumnParallel.apply(
+            input_, weight, self.layout, self.gradient_segments, self.config.gradient_accumulation_fusion
+        )
+        if self.bias is not None and not self.skip_bias_add:
+            out = BiasAdd.apply(out, self.bias, self.layout, False)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather and self.layout.tp_size > 1:
+            out = _GatherColumns.apply(out, self.layout)
+        return out, (self.bias if self.skip_bias_add else None)
+
+
+class DeterministicRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's RowParallelLinear with the eight-lane tree. Same constructor, parameters, checkpoints."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        require_supported(self.config, is_expert=self.is_expert)
+        self.layout = layout_of(self.config, self.tp_group)
+        if self.bias is not None:
+            # A skipped bias is added by the residual add, which needs to know how its tokens lie.
+            self.bias.deterministic_layout = self.layout
+
+    def forward(self, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """input_ [s, B, K / TP] -> ([s(/TP), B, N], bias or None)."""
+        if not self.input_is_parallel and self.layout.tp_size > 1:
+            width = self.input_size_per_partition
+            start = self.layout.tp_rank * width
+            input_ = _TakeColumns.apply(input_, self.layout, start, width)
+        out = _RowParallel.apply(input_, self.weight, self.layout, self.config.gradient_accumulation_fusion)
+        if self.bias is not None and not self.skip_bias_add:
+            out = BiasAdd.apply(out, self.bias, self.layout, self.layout.sequence_parallel)
+        return out, (self.bias if self.skip_bias_add else None)
+
+
+class _TakeColumns(torch.autograd.Function):
+    """A replicated [..., C] to this rank's columns; the gradient gathers them in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: ParallelLayout, start: int, width: int) -> torch.Tensor:
+        ctx.layout = layout
+        return x[..., start : start + width].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return torch.cat(all_gather(grads[0].contiguous(), ctx.layout.tp_group), dim=-1), None, None, None
+
+

@@ -1,0 +1,31 @@
+"""Embedding gradient without atomics (docs/numbers.md, "Tokens").
+
+A row of the gradient is the float32 chain of the output gradients of the tokens that used it, in canonical token
+order, rounded once to the weight's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def embedding_gradient(
+    ids: torch.Tensor,  # [T] int64, canonical order
+    grad: torch.Tensor,  # [T, C]
+    rows: int,
+) -> torch.Tensor:  # [rows, C] float32
+    """Gradient of a table of `rows` rows. Ids outside ``[0, rows)`` belong to another rank and are left out."""
+    out = torch.zeros(rows, grad.shape[1], dtype=torch.float32, device=grad.device)
+    mine = torch.nonzero((ids >= 0) & (ids < rows)).squeeze(1)
+    if not mine.numel():
+        return out
+    ids, order = torch.sort(ids[mine], stable=True)
+    terms = grad[mine][order].to(torch.float32)
+    # How many earlier tokens carry the same id: pass r adds every id's r-th token, one per row.
+    first = torch.cat([torch.ones_like(ids[:1], dtype=torch.bool), ids[1:] != ids[:-1]])
+    starts = torch.nonzero(first).squeeze(1)
+    occurrence = torch.arange(ids.numel(), device=ids.device) - starts[torch.cumsum(first, 0) - 1]
+    for r in range(int(occurrence.max()) + 1):
+        now = occurrence == r
+        out[ids[now]] = torch.add(out[ids[now]], terms[now])
+    return out

@@ -1,0 +1,49 @@
+"""``silu(gate) * up`` with the contract's stage boundaries (docs/numbers.md, "Stage boundaries").
+
+silu is the portable one (float64 inside, rounded to float32), the product with `up` is a float32 product, and the
+result is rounded to the activation dtype. The gradient rounds the same way, one operation at a time, so that no
+compiler can fuse two of them into one rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_overrides.kernels.portable_math.reference import sigmoid, silu
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Forward. `gate`, `up`: same shape and dtype; returns that shape and dtype."""
+    return torch.mul(silu(gate.to(torch.float32)), up.to(torch.float32)).to(gate.dtype)
+
+
+def swiglu_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(dgate, dup)`` in the dtype of `gate`.
+
+    ``dup = grad * silu(gate)``; ``dgate = (grad * up) * (s * (1 + gate * (1 - s)))`` with ``s = sigmoid(gate)``, every
+    operation rounded to float32.
+    """
+    g, x, u = (t.to(torch.float32) for t in (grad, gate, up))
+    s = sigmoid(x)
+    slope = torch.mul(s, torch.add(torch.mul(x, torch.sub(1.0, s)), 1.0))
+    dgate = torch.mul(torch.mul(g, u), slope)
+    dup = torch.mul(g, silu(x))
+    return dgate.to(gate.dtype), dup.to(gate.dtype)
+
+
+class SwiGLU(torch.autograd.Function):
+    """Autograd form over the packed ``[gate; up]`` last dimension of Megatron's fc1 output."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, packed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        gate, up = torch.chunk(packed, 2, dim=-1)
+        return swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
+        (packed,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        gate, up = torch.chunk(packed, 2, dim=-1)
+        return torch.cat(swiglu_backward(grads[0], gate, up), dim=-1)
