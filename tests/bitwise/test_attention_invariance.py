@@ -6,9 +6,9 @@ tests/distributed/test_attention_cp.py repeats it with process groups.
 
 import pytest
 import torch
+
 from attention_cases import RESULTS, everything, operands, rows_of
 from bits import assert_equal_bits, count_mismatches
-
 from te_overrides.kernels.attention import reference
 from te_overrides.kernels.attention.reference import (
     Mask,
@@ -33,11 +33,13 @@ def by_hand(q, k, v, grad, cp_size, layout, causal=True, window=None):
     forward = [attention_forward(q[rows], k, v, rows, mask=mask) for rows in owned]
     out = to_canonical([x for x, _ in forward], layout)
     lse = to_canonical([x for _, x in forward], layout, 2)
-    delta = to_canonical([attention_delta(grad[r], x) for r, (x, _) in zip(owned, forward)], layout, 2)
+    delta = to_canonical(
+        [attention_delta(grad[r], x) for r, (x, _) in zip(owned, forward, strict=True)], layout, 2
+    )
     dq = [attention_dq(q[r], k, v, grad[r], lse[..., r], delta[..., r], r, mask=mask) for r in owned]
     dkv = [attention_dkv(q, k[r], v[r], grad, lse, delta, r, mask=mask) for r in owned]
     dk, dv = (to_canonical([x[i] for x in dkv], layout) for i in range(2))
-    return dict(zip(RESULTS, (out, lse, to_canonical(dq, layout), dk, dv)))
+    return dict(zip(RESULTS, (out, lse, to_canonical(dq, layout), dk, dv), strict=True))
 
 
 def mismatches(got, want):
@@ -65,7 +67,7 @@ def test_tensor_parallel_head_shards_do_not_change_a_bit(dtype, groups):
     q, k, v, grad = operands(100, 2, 8, groups, 8, dtype)
     want = everything(q, k, v, grad)
     for tp_size in (degree for degree in (2, 4, 8) if groups % degree == 0):
-        shards = zip(*(x.chunk(tp_size, 2) for x in (q, k, v, grad)))
+        shards = zip(*(x.chunk(tp_size, 2) for x in (q, k, v, grad)), strict=True)
         parts = [everything(*shard) for shard in shards]
         got = {name: torch.cat([p[name] for p in parts], 1 if name == "lse" else 2) for name in RESULTS}
         assert_same(got, want, f"TP={tp_size}, {groups} groups")
@@ -92,7 +94,7 @@ def test_any_subset_of_rows_has_the_rows_own_bits():
         out, lse = attention_forward(q[rows], k, v, rows, mask=mask)
         dq = attention_dq(q[rows], k, v, grad[rows], lse, delta[..., rows], rows, mask=mask)
         dk, dv = attention_dkv(q, k[rows], v[rows], grad, want["lse"], delta, rows, mask=mask)
-        got = dict(zip(RESULTS, (out, lse, dq, dk, dv)))
+        got = dict(zip(RESULTS, (out, lse, dq, dk, dv), strict=True))
         assert_same(got, rows_of(want, rows), f"rows {rows.tolist()}")
 
 

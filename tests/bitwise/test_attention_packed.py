@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from attention_cases import RESULTS, everything, operands, packed_everything, rows_of
 from bits import assert_equal_bits
-
 from te_overrides.kernels.attention.context_parallel import packed_attention
 from te_overrides.kernels.attention.reference import AttentionError
 
@@ -24,7 +24,7 @@ def batch(padded=PADDED, dtype=torch.bfloat16):
 
 def sequences(lengths, padded):
     starts = boundaries(padded).tolist()
-    return [slice(start, start + length) for start, length in zip(starts, lengths)]
+    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (4, 0)}])
@@ -64,13 +64,13 @@ def test_order_of_the_sequences_and_amount_of_padding_do_not_change_a_bit():
     padded = [length + 3 * i for i, length in enumerate(LENGTHS[i] for i in order)]
     moved = [x.new_zeros(sum(padded), *x.shape[1:]) for x in tensors]
     old, new = sequences(LENGTHS, LENGTHS), sequences([LENGTHS[i] for i in order], padded)
-    for source, target in zip((old[i] for i in order), new):
-        for to, x in zip(moved, tensors):
+    for source, target in zip((old[i] for i in order), new, strict=True):
+        for to, x in zip(moved, tensors, strict=True):
             to[target] = x[source]
     got = packed_everything(
         *moved, cu_seqlens=boundaries([LENGTHS[i] for i in order]), cu_seqlens_padded=boundaries(padded)
     )
-    for source, target in zip((old[i] for i in order), new):
+    for source, target in zip((old[i] for i in order), new, strict=True):
         for name in RESULTS:
             pair = [
                 x[name][..., r] if name == "lse" else x[name][r] for x, r in ((got, target), (want, source))

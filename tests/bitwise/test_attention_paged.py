@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from attention_cases import everything, operands
 from bits import assert_equal_bits
-
 from te_overrides.kernels.attention.paged import paged_attention
 from te_overrides.kernels.attention.reference import AttentionError
 

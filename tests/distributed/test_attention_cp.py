@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+
 from attention_cases import RESULTS, everything, operands, packed_everything
 from bits import assert_equal_bits
 from procs import run_ranks
-
 from te_overrides.kernels import accounting
 from te_overrides.kernels.attention import reference
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention
@@ -110,7 +110,7 @@ def test_work_and_bytes_are_those_of_a_share():
     alone_forward, alone, _ = _flops(tensors, **options)
     results = run_ranks(4, _work)
     for index, layout in enumerate(LAYOUTS):
-        forward, both = zip(*(shares[index] for shares in results))
+        forward, both = zip(*(shares[index] for shares in results), strict=True)
         assert sum(forward) == alone_forward, f"{layout}: {forward} of {alone_forward}"
         # Blocks of keys end at chunk boundaries too, so that ranks compute fewer hidden pairs than one rank does.
         assert 0.85 * alone < sum(both) <= alone, f"{layout}: {both} of {alone}"
@@ -128,7 +128,7 @@ def _compile_off(rank, world_size):
 def test_the_switch_of_upstreams_compiler_does_not_change_a_bit():
     """NVIDIA/TransformerEngine#1217: with NVTE_TORCH_COMPILE=0 other code ran, and broke."""
     runs = [run_ranks(2, _compile_off, env={"NVTE_TORCH_COMPILE": value}) for value in "01"]
-    for off, on in zip(*runs):
+    for off, on in zip(*runs, strict=True):
         for name in RESULTS:
             assert_equal_bits(off[name], on[name], name)
 
@@ -162,7 +162,7 @@ def _cumulative(lengths):
 def _pack():
     """Packed operands [t, h, d] with NaN in the padding rows."""
     tensors = [x.squeeze(1) for x in operands(sum(PADDED), 1, 4, 2, 8)]
-    for start, length, padded in zip(_cumulative(PADDED), LENGTHS, PADDED):
+    for start, length, padded in zip(_cumulative(PADDED), LENGTHS, PADDED, strict=False):
         for x in tensors:
             x[start + length : start + padded] = float("nan")
     return tensors

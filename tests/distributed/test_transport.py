@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from bits import assert_equal_bits
 from procs import run_ranks
-
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import transport
 

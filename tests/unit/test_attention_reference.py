@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from attention_cases import everything, operands
 from bits import assert_equal_bits
-
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention
 from te_overrides.kernels.attention.reference import (
     AttentionError,
@@ -24,13 +24,15 @@ F = np.float32
 
 def _tree(terms):
     while len(terms) > 1:
-        terms = [F(a + b) for a, b in zip(terms[0::2], terms[1::2])] + (terms[-1:] if len(terms) % 2 else [])
+        terms = [F(a + b) for a, b in zip(terms[0::2], terms[1::2], strict=False)] + (
+            terms[-1:] if len(terms) % 2 else []
+        )
     return terms[0]
 
 
 def _dot(a, b):
     acc = F(0)
-    for x, y in zip(a, b):
+    for x, y in zip(a, b, strict=True):
         acc = F(acc + F(x * y))
     return acc
 
@@ -50,27 +52,27 @@ def contract_scalar_by_scalar(q, k, v, grad, sees, dtype, block_n=64):
     log2_scale = F(1 / math.sqrt(d) * math.log2(math.e))
     out, lse = np.zeros((seq, v.shape[1]), F), np.zeros(seq, F)
     for i in range(seq):
-        m, l, acc = F(-np.inf), F(0), [F(0)] * v.shape[1]
+        m, row_sum, acc = F(-np.inf), F(0), [F(0)] * v.shape[1]
         for start in range(0, seq, block_n):
             keys = range(start, min(start + block_n, seq))
             s = [F(_dot(q[i], k[j]) * log2_scale) if sees(i, j) else F(-np.inf) for j in keys]
             if not any(sees(i, j) for j in keys):
                 continue
             m_new = max(m, *s)
-            p = [_exp2(F(x - m_new)) if sees(i, j) else F(0) for x, j in zip(s, keys)]
+            p = [_exp2(F(x - m_new)) if sees(i, j) else F(0) for x, j in zip(s, keys, strict=True)]
             p += [F(0)] * (block_n - len(p))
             alpha = _exp2(F(m - m_new)) if m != -np.inf else F(0)
-            l = F(F(l * alpha) + _tree(p))
+            row_sum = F(F(row_sum * alpha) + _tree(p))
             acc = [F(a * alpha) for a in acc]
-            for x, j in zip(p, keys):
-                acc = [F(a + F(_round(x, dtype) * y)) for a, y in zip(acc, v[j])]
+            for x, j in zip(p, keys, strict=False):
+                acc = [F(a + F(_round(x, dtype) * y)) for a, y in zip(acc, v[j], strict=True)]
             m = m_new
-        out[i] = [_round(F(np.float64(a) / np.float64(l)), dtype) + F(0) for a in acc]
+        out[i] = [_round(F(np.float64(a) / np.float64(row_sum)), dtype) + F(0) for a in acc]
         lse[i] = F(
-            np.float64(m) * math.log(2) + log_f64(torch.tensor([float(l)], dtype=torch.float64)).item()
+            np.float64(m) * math.log(2) + log_f64(torch.tensor([float(row_sum)], dtype=torch.float64)).item()
         )
 
-    delta = [_tree([F(x * y) for x, y in zip(grad[i], out[i])]) for i in range(seq)]
+    delta = [_tree([F(x * y) for x, y in zip(grad[i], out[i], strict=True)]) for i in range(seq)]
     p, ds = {}, {}
     for i in range(seq):
         for j in range(seq):
@@ -94,12 +96,11 @@ def test_every_bit_is_the_one_that_the_contract_spells_out(dtype):
     seq, heads, d, d_v = 70, 2, 3, 5
     q, k, v, grad = operands(seq, 1, heads, 1, d, dtype, d_v=d_v)
     got = everything(q, k, v, grad)
-    sees = lambda i, j: j <= i
     tensors = [x[:, 0].float().numpy() for x in (q, k, v, grad)]
     weights = []
     for head in range(heads):
         of_head = [tensors[0][:, head], tensors[1][:, 0], tensors[2][:, 0], tensors[3][:, head]]
-        out, lse, p, ds, scale = contract_scalar_by_scalar(*of_head, sees, dtype)
+        out, lse, p, ds, scale = contract_scalar_by_scalar(*of_head, lambda i, j: j <= i, dtype)
         assert_equal_bits(got["out"][:, 0, head].float(), torch.from_numpy(out), f"out, head {head}")
         assert_equal_bits(got["lse"][0, head], torch.from_numpy(lse), f"lse, head {head}")
         dq = np.stack(

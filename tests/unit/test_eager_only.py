@@ -1,9 +1,9 @@
 """A surrounding torch.compile calls our arithmetic, it does not trace it."""
 
 import pytest
+
 from attention_cases import RESULTS, everything, operands
 from bits import assert_equal_bits
-
 from te_overrides.kernels.attention import context_parallel
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention
 from te_overrides.kernels.eager import eager_only
@@ -52,7 +52,7 @@ def test_a_compiler_around_attention_and_its_backward_does_not_see_its_arithmeti
     q, k, v = tensors
     want = everything(q * 2.0, k, v, grad * 3.0)
     want["out"], want["dQ"] = want["out"] * 3.0, want["dQ"] * 2.0
-    for name, got in zip(RESULTS, (out, lse, *(x.grad for x in leaves))):
+    for name, got in zip(RESULTS, (out, lse, *(x.grad for x in leaves)), strict=True):
         assert_equal_bits(got, want[name], name)
     # The caller's own multiplications, and nothing of a chain that takes hundreds of operations.
     assert any("mul" in operation for operation in recorder.operations)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bits import assert_equal_bits, count_mismatches
 
+from bits import assert_equal_bits, count_mismatches
 from te_overrides.kernels.tree.reference import balanced_tree, balanced_tree_dim
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bits import assert_equal_bits
 
+from bits import assert_equal_bits
 from te_overrides.kernels.zigzag.reference import (
     LAYOUTS,
     LayoutError,
@@ -38,7 +38,7 @@ def test_there_and_back_is_the_identity_in_every_form(layout, cp_size):
     assert_equal_bits(to_canonical(torch.cat(parts, 1), layout, 1, cp_size=cp_size), x, "tensor")
     held = torch.cat([rank_positions(x.shape[1], cp_size, rank, layout) for rank in range(cp_size)])
     assert held.sort().values.tolist() == list(range(x.shape[1]))
-    for part, rank in zip(parts, range(cp_size)):
+    for part, rank in zip(parts, range(cp_size), strict=True):
         positions = rank_positions(x.shape[1], cp_size, rank, layout)
         assert bool((positions.diff() > 0).all())
         assert_equal_bits(part, x[:, positions], f"rank {rank}")

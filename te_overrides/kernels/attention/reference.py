@@ -157,7 +157,7 @@ def attention_forward(
             s = _scores(q, k, seen, tile, scale, mask.hidden(key_positions[tile], query_positions[seen]))
             old_max, old_sum = row_max[..., seen], row_sum[..., seen]
             new_max = torch.maximum(old_max, s.amax(-2))
-            # A row whose every score so far is -inf keeps (max, sum, acc): exp2(-inf - 0) is 0 where -inf - -inf is NaN.
+            # A row that met only scores of -inf keeps (max, sum, acc): exp2(-inf - 0) is 0, -inf - -inf is NaN.
             shift = torch.where(new_max == -math.inf, 0.0, new_max)
             p = exp2(s.sub_(shift.unsqueeze(-2)))
             alpha = exp2(old_max - shift)
