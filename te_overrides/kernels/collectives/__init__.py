@@ -1,0 +1,1 @@
+"""Collectives move bytes; sums over ranks are trees added locally."""

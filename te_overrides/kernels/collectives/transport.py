@@ -1,0 +1,101 @@
+"""Moves bytes between the ranks of a group, in rank order, and never adds any.
+
+Every sum over ranks in this project is a tree added locally over what these functions bring (docs/numbers.md,
+Collectives). Whatever library moves the bytes, the bits are then the same, and the choice of transport can follow
+speed alone.
+
+Tensors travel as raw bytes. A backend therefore needs no support for a dtype (gloo lacks several), and nothing on the
+way can convert, flush a subnormal or quieten a NaN. A group of `None` is a group of one: tensor parallelism or context
+parallelism that is off is spelled like that in the callers, and never means the default process group.
+
+Nothing here is differentiable: results are detached. Callers are autograd functions that state their own backward.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_overrides.kernels import accounting
+
+# torch 2.13 renamed the call and warns at every use of the old name; older ones know only that.
+_all_gather_bytes = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks in `group`; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank within `group`; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Bring every rank's `x` to every rank.
+
+    Args:
+        x: any shape and dtype, the same on all ranks of the group (not verified: that would cost an exchange).
+        group: the process group, or None for a group of one.
+
+    Returns:
+        One tensor a rank, in rank order, shaped like `x`. In a group of one it is `x` itself, detached, not copied.
+    """
+    world = group_size(group)
+    if world == 1:
+        return [x.detach()]
+    payload = _as_bytes(x)
+    if payload.numel() == 0:
+        return [torch.empty_like(x) for _ in range(world)]
+    received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
+    _all_gather_bytes(received, payload, group=group)
+    accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
+    return [_from_bytes(piece, x) for piece in received.chunk(world)]
+
+
+def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Send `pieces[r]` to rank r and return what every rank sent here.
+
+    Args:
+        pieces: one tensor a rank, all of one shape and dtype, the same on all ranks of the group.
+        group: the process group, or None for a group of one.
+
+    Returns:
+        One tensor a rank, in rank order: entry r is what rank r had at this rank's index.
+
+    Raises:
+        ValueError: the number of pieces is not the size of the group, or their shapes or dtypes differ.
+    """
+    world = group_size(group)
+    if len(pieces) != world:
+        raise ValueError(
+            f"all_to_all: {len(pieces)} pieces for a group of {world} ranks; give one piece a rank"
+        )
+    first = pieces[0]
+    for rank, piece in enumerate(pieces):
+        if piece.shape != first.shape or piece.dtype != first.dtype:
+            raise ValueError(
+                f"all_to_all: the piece for rank {rank} is {piece.dtype} {tuple(piece.shape)}, the piece for rank 0 "
+                f"is {first.dtype} {tuple(first.shape)}; pad the pieces to one shape"
+            )
+    if world == 1:
+        return [first.detach()]
+    payload = torch.cat([_as_bytes(piece) for piece in pieces])
+    if payload.numel() == 0:
+        return [torch.empty_like(first) for _ in range(world)]
+    received = torch.empty_like(payload)
+    dist.all_to_all_single(received, payload, group=group)
+    accounting.bytes_sent(payload.numel() // world * (world - 1), "all_to_all")
+    return [_from_bytes(piece, first) for piece in received.chunk(world)]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _from_bytes(payload: Tensor, like: Tensor) -> Tensor:
+    return payload.view(like.dtype).view(like.shape)

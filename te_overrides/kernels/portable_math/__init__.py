@@ -1,0 +1,1 @@
+"""Elementwise functions whose bits are the same on every device (docs/numbers.md, Portable math)."""

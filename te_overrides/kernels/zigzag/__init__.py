@@ -1,0 +1,1 @@
+"""How context parallelism lays positions of a sequence over ranks, and the way back."""

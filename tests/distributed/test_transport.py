@@ -1,0 +1,81 @@
+"""Bytes arrive in rank order, unchanged, for any dtype; the counter sees what left the rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bits import assert_equal_bits
+from procs import run_ranks
+from te_overrides.kernels import accounting
+from te_overrides.kernels.collectives import transport
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+
+
+def _payload(rank, dtype, shape):
+    raw = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) * 0.37 + rank
+    return (raw > rank + 1) if dtype is torch.bool else raw.to(dtype)
+
+
+def _move(rank, world_size):
+    for dtype in DTYPES:
+        for shape in [(), (3,), (2, 3, 5), (0, 4)]:
+            x = _payload(rank, dtype, shape)
+            for source, got in enumerate(transport.all_gather(x, dist.group.WORLD)):
+                assert_equal_bits(got, _payload(source, dtype, shape), f"all_gather {dtype} {shape}")
+            pieces = [_payload(10 * rank + target, dtype, shape) for target in range(world_size)]
+            for source, got in enumerate(transport.all_to_all(pieces, dist.group.WORLD)):
+                assert_equal_bits(
+                    got, _payload(10 * source + rank, dtype, shape), f"all_to_all {dtype} {shape}"
+                )
+
+    strided = torch.arange(12.0).view(3, 4).t().requires_grad_()
+    gathered = transport.all_gather(strided + rank, dist.group.WORLD)
+    assert all(torch.equal(got, torch.arange(12.0).view(3, 4).t() + r) for r, got in enumerate(gathered))
+    assert not gathered[0].requires_grad
+
+    # A signalling NaN and a subnormal are bytes like any other.
+    odd = torch.tensor([0x7F800001, 0x00000001, -0x80000000], dtype=torch.int32).view(torch.float32)
+    for got in transport.all_gather(odd, dist.group.WORLD):
+        assert torch.equal(got.view(torch.int32), odd.view(torch.int32))
+
+    with accounting.count() as counter:
+        transport.all_gather(torch.zeros(5, dtype=torch.bfloat16), dist.group.WORLD)
+        transport.all_to_all([torch.zeros(7)] * world_size, dist.group.WORLD)
+    others = world_size - 1
+    assert counter.bytes_sent == {"all_gather": 10 * others, "all_to_all": 28 * others}
+
+    with pytest.raises(ValueError, match=f"1 pieces for a group of {world_size} ranks"):
+        transport.all_to_all([torch.zeros(2)], dist.group.WORLD)
+    # A group inside the world: ranks are counted within it.
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[rank % 2]
+    assert [int(got) for got in transport.all_gather(torch.tensor(rank), mine)] == (
+        [0, 2] if rank != 1 else [1]
+    )
+    return transport.group_size(mine), transport.group_rank(mine)
+
+
+def test_bytes_move_in_rank_order_for_every_dtype_and_are_counted():
+    assert run_ranks(3, _move) == [(2, 0), (1, 0), (2, 1)]
+
+
+def test_no_group_is_a_group_of_one():
+    x = torch.arange(3.0, requires_grad=True)
+    with accounting.count() as counter:
+        assert_equal_bits(transport.all_gather(x, None)[0], x, "all_gather")
+        assert_equal_bits(transport.all_to_all([x], None)[0], x, "all_to_all")
+    assert counter.bytes_sent == {}
+    assert (transport.group_size(None), transport.group_rank(None)) == (1, 0)
+
+
+def test_pieces_of_different_shapes_or_dtypes_are_refused():
+    class TwoRanks:
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport.dist, "get_world_size", lambda group: 2)
+        with pytest.raises(ValueError, match=r"rank 1 is torch.float32 \(3,\).*pad the pieces"):
+            transport.all_to_all([torch.zeros(2), torch.zeros(3)], TwoRanks())
+        with pytest.raises(ValueError, match="rank 1 is torch.int64"):
+            transport.all_to_all([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], TwoRanks())
