@@ -17,7 +17,9 @@ from patches.override import MODES
 
 def _table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
@@ -46,8 +48,8 @@ def _check(args: argparse.Namespace) -> int:
         print("\n".join(finding.sentence() for finding in findings))
     if moved:
         print(
-            f"{len(moved)} of {len(findings)} targets moved: review them, then `python -m patches pin ID`, or install a "
-            "release that was reviewed.",
+            f"{len(moved)} of {len(findings)} targets moved: review them, then `python -m patches pin ID`, or "
+            f"install a release that was reviewed.",
             file=sys.stderr,
         )
     return 1 if moved else 0
@@ -62,7 +64,9 @@ def _pin(args: argparse.Namespace) -> int:
             continue
         version = args.version or finding.version
         if version is None:
-            print(f"{override.id}: no version beside {finding.file}; give one with --version", file=sys.stderr)
+            print(
+                f"{override.id}: no version beside {finding.file}; give one with --version", file=sys.stderr
+            )
             return 2
         if lock.accept(str(override.target), finding.found, version):
             changed += 1
@@ -110,12 +114,16 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m patches", description="The patch layer of deterministic-rocm.")
+    parser = argparse.ArgumentParser(
+        prog="python -m patches", description="The patch layer of deterministic-rocm."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     status = commands.add_parser("status", help="every override: id, target, state, fingerprint, why")
     status.add_argument("--json", action="store_true")
     status.set_defaults(call=_status)
-    check = commands.add_parser("check", help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not")
+    check = commands.add_parser(
+        "check", help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not"
+    )
     check.add_argument("ids", nargs="*", metavar="ID")
     check.add_argument("--tree", type=Path, help="folder that holds the packages, instead of sys.path")
     check.add_argument("--json", action="store_true")
@@ -128,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="the argument for one override")
     explain.add_argument("id", metavar="ID")
     explain.set_defaults(call=_explain)
-    run = commands.add_parser("run", help="run a script, or `-m module`, armed: python -m patches run train.py …")
+    run = commands.add_parser(
+        "run", help="run a script, or `-m module`, armed: python -m patches run train.py …"
+    )
     run.add_argument("--mode", choices=MODES)
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT …")
     run.set_defaults(call=_run)

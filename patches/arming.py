@@ -51,7 +51,9 @@ def arm(mode: str) -> Ledger:
         raise ModeError(f"mode {mode!r}: the modes are {' and '.join(MODES)}")
     if _ledger is not None:
         if _ledger.mode != mode:
-            raise ModeError(f"the layer is armed as {_ledger.mode!r} and cannot become {mode!r} in the same process")
+            raise ModeError(
+                f"the layer is armed as {_ledger.mode!r} and cannot become {mode!r} in the same process"
+            )
         return _ledger
     from patches import catalogue
     from patches.finder import OverrideFinder
@@ -64,9 +66,10 @@ def arm(mode: str) -> Ledger:
     late = sorted({o.target.module for o in overrides if o.target.module in sys.modules})
     if late:
         raise LateActivationError(
-            f"the layer was to be armed as {mode!r}, but {', '.join(late)} had been imported already, so other modules may "
-            f"hold upstream's functions by value. Arm earlier: export {VARIABLE}={mode} and put `import patches.auto` "
-            "before every import of megatron or transformer_engine, or start with `python -m patches run`."
+            f"the layer was to be armed as {mode!r}, but {', '.join(late)} had been imported already, so other "
+            f"modules may hold upstream's functions by value. Arm earlier: export {VARIABLE}={mode} and put "
+            f"`import patches.auto` before every import of megatron or transformer_engine, or start with `python "
+            f"-m patches run`."
         )
     ledger = Ledger(mode, {override.id: Entry(override) for override in overrides})
     sys.meta_path.insert(0, OverrideFinder(overrides, ledger, lock))

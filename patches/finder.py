@@ -1,7 +1,7 @@
 """Applies overrides the moment their defining module has executed, before anybody can import a name from it.
 
-A meta-path finder wraps the loader of every module that has a target. It stays in place, so a reload is overridden again.
-A failure is latched: whoever swallows it and imports once more gets the same error, never an unpatched module.
+A meta-path finder wraps the loader of every module that has a target. It stays in place, so a reload is overridden
+again. A failure is latched: whoever swallows it and imports once more gets the same error, never an unpatched module.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         found = fingerprint.of_source(file.read_text(), override.target, override.also)
         if found is None:
             raise DriftError(
-                self._drift(override, version, f"{override.target.qualname} is bound in {file}, but not defined there")
+                self._drift(
+                    override, version, f"{override.target.qualname} is bound in {file}, but not defined there"
+                )
             )
         if found not in self.lock.accepted(str(override.target)):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))
@@ -115,7 +117,12 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         setattr(replacement, MARK, override.id)
         setattr(override.target.owner(module), override.target.name, replacement)
         self.ledger.move(
-            override.id, APPLIED, fingerprint=found, version=version, original=original, replacement=replacement
+            override.id,
+            APPLIED,
+            fingerprint=found,
+            version=version,
+            original=original,
+            replacement=replacement,
         )
 
     def _drift(self, override: Override, version: str | None, found: str) -> str:

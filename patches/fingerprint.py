@@ -1,9 +1,9 @@
 """Is it the code that was reviewed? A hash over the tokens of a function's source.
 
-Tokens, not text: comments, docstrings, blank lines and line breaks inside brackets do not count. Tokens, not an abstract
-syntax tree: a dump of the tree changes between Python versions, the tokens of a function do not (f-strings, which newer
-tokenizers split, are taken as written). The source is read from the file, decorators included, without importing it, so
-that a wheel of another version or a source tree can be checked on any machine.
+Tokens, not text: comments, docstrings, blank lines and line breaks inside brackets do not count. Tokens, not an
+abstract syntax tree: a dump of the tree changes between Python versions, the tokens of a function do not (f-strings,
+which newer tokenizers split, are taken as written). The source is read from the file, decorators included, without
+importing it, so that a wheel of another version or a source tree can be checked on any machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def source_file(module: str, tree: Path | None = None) -> Path | None:
     """The file that defines `module`, found by looking, not by importing.
 
     Args:
-        tree: a folder that holds the top-level package (an unpacked wheel, a checkout); default: every entry of sys.path.
+        tree: a folder that holds the top-level package (an unpacked wheel, a checkout); default: every entry of
+        sys.path.
     """
     relative = Path(*module.split("."))
     for entry in [tree] if tree is not None else [Path(p or ".") for p in sys.path]:
@@ -64,7 +65,10 @@ def _docstring_spans(node: _Definition) -> set[tuple[int, int]]:
     """Start positions of the docstrings in `node` and in what it defines."""
     spans = set()
     for inner in ast.walk(node):
-        if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(inner, False) is not None:
+        if (
+            isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and ast.get_docstring(inner, False) is not None
+        ):
             spans.add((inner.body[0].lineno, inner.body[0].col_offset))
     return spans
 

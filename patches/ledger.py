@@ -65,7 +65,9 @@ class Ledger:
         """Change a state. Raises OverrideError for a step that the diagram does not have."""
         entry = self.entries[id]
         if state not in _ALLOWED[entry.state]:
-            raise OverrideError(f"override {id} cannot go from {entry.state} to {state}; it was {entry.reason or 'left so'}")
+            raise OverrideError(
+                f"override {id} cannot go from {entry.state} to {state}; it was {entry.reason or 'left so'}"
+            )
         entry.state, entry.reason = state, reason
         for name, value in facts.items():
             setattr(entry, name, value)
@@ -73,9 +75,16 @@ class Ledger:
 
     def digest(self) -> str:
         """Hash of mode, ids, states and fingerprints: equal on two ranks exactly when they run the same code."""
-        facts = [[e.override.id, e.state, e.fingerprint] for e in sorted(self.entries.values(), key=lambda e: e.override.id)]
+        facts = [
+            [e.override.id, e.state, e.fingerprint]
+            for e in sorted(self.entries.values(), key=lambda e: e.override.id)
+        ]
         return hashlib.sha256(json.dumps([self.mode, facts]).encode()).hexdigest()[:32]
 
     def as_dict(self) -> dict[str, Any]:
         """The ledger file's content."""
-        return {"mode": self.mode, "digest": self.digest(), "overrides": [e.as_dict() for e in self.entries.values()]}
+        return {
+            "mode": self.mode,
+            "digest": self.digest(),
+            "overrides": [e.as_dict() for e in self.entries.values()],
+        }

@@ -26,15 +26,17 @@ class Lock:
         try:
             data = json.loads(path.read_text())
             if data["schema"] != SCHEMA:
-                raise LockError(f"{path} has schema {data['schema']}, this version reads {SCHEMA}; update the package")
+                raise LockError(
+                    f"{path} has schema {data['schema']}, this version reads {SCHEMA}; update the package"
+                )
             targets = {
                 target: {entry["fingerprint"]: list(entry["versions"]) for entry in entries}
                 for target, entries in data["targets"].items()
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LockError(
-                f"sought the reviewed fingerprints in {path}, found {type(error).__name__}: {error}. Reinstall the package, "
-                "or restore the file from version control."
+                f"sought the reviewed fingerprints in {path}, found {type(error).__name__}: {error}. Reinstall "
+                f"the package, or restore the file from version control."
             ) from error
         return cls(path, targets)
 

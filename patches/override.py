@@ -47,7 +47,9 @@ class Override:
     def __post_init__(self) -> None:
         for name in ("id", "why", "how", "retire_when", "evidence", "distribution"):
             if not getattr(self, name):
-                raise RegistryError(f"override {self.id or self.target}: the field {name!r} is empty; say it in a sentence")
+                raise RegistryError(
+                    f"override {self.id or self.target}: the field {name!r} is empty; say it in a sentence"
+                )
         if not self.modes or set(self.modes) - set(MODES):
             raise RegistryError(f"override {self.id}: modes {self.modes}; known modes: {MODES}")
 

@@ -19,8 +19,9 @@ class Registry:
         for known in self._by_id.values():
             if known.id == override.id or known.target == override.target:
                 raise RegistryError(
-                    f"override {override.id!r} of {override.target} is declared, but {known.id!r} of {known.target} exists "
-                    "already: an id and a target belong to one override. Rename it, or remove one of the two."
+                    f"override {override.id!r} of {override.target} is declared, but {known.id!r} of "
+                    f"{known.target} exists already: an id and a target belong to one override. Rename it, or "
+                    f"remove one of the two."
                 )
         self._by_id[override.id] = override
 

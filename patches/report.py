@@ -1,4 +1,5 @@
-"""What status, check, explain and pin look at: declarations against the code that is installed, without importing it."""
+"""What status, check, explain and pin look at: declarations against the code that is installed, without "
+"importing it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ NOT_ARMED = "NOT_ARMED"
 class Finding:
     """One override against one source tree.
 
-    `verdict`: "accepted", "drifted", "absent" (the module is there, the target is not, although this version should have
-    it), "outside" (this version need not have it), "not installed".
+    `verdict`: "accepted", "drifted", "absent" (the module is there, the target is not, although this version should
+    have it), "outside" (this version need not have it), "not installed".
     """
 
     override: Override
@@ -37,14 +38,19 @@ class Finding:
 
     def sentence(self) -> str:
         """The finding for people."""
-        target, where = self.override.target, f"{self.override.distribution} {self.version or '(unknown version)'}"
+        target, where = (
+            self.override.target,
+            f"{self.override.distribution} {self.version or '(unknown version)'}",
+        )
         if self.verdict == "accepted":
             return f"{target}: as reviewed, {where}"
         if self.verdict == "not installed":
             return f"{target}: {self.override.distribution} is not there"
         if self.verdict == "outside":
             return f"{target}: not in {where}; it exists in {self.override.versions}"
-        expected = ", ".join(f"{p} ({', '.join(v)})" for p, v in self.accepted.items()) or "nothing pinned yet"
+        expected = (
+            ", ".join(f"{p} ({', '.join(v)})" for p, v in self.accepted.items()) or "nothing pinned yet"
+        )
         return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {self.found or 'no such function'}."
 
 

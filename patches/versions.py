@@ -34,7 +34,9 @@ def matches(version: str, specifier: str) -> bool:
     for clause in filter(None, (part.strip() for part in specifier.split(","))):
         match = re.fullmatch(r"(>=|<=|==|>|<)\s*([\d.]+)", clause)
         if match is None:
-            raise RegistryError(f"version specifier {specifier!r}: {clause!r} is not one of {sorted(_OPERATORS)} and a number")
+            raise RegistryError(
+                f"version specifier {specifier!r}: {clause!r} is not one of {sorted(_OPERATORS)} and a number"
+            )
         if not _OPERATORS[match[1]](release(version), release(match[2])):
             return False
     return True
