@@ -44,7 +44,7 @@ class _Lookup(torch.autograd.Function):
         return None, deliver(weight, total, fused=False), None, None, None
 
 
-class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
+class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):
     """Megatron's VocabParallelEmbedding; same parameters and checkpoints. Takes over upstream instances."""
 
     layout: ParallelLayout
@@ -52,4 +52,5 @@ class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):  # type: igno
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """input_ [B, s] token ids -> [B, s, C], or [s / TP, B, C] with ``reduce_scatter_embeddings``."""
         scatter = bool(self.reduce_scatter_embeddings)
-        return _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, self.layout)  # type: ignore[no-any-return]
+        out: torch.Tensor = _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, self.layout)
+        return out

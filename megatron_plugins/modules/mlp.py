@@ -14,7 +14,7 @@ from patches.errors import NotCoveredError
 from te_overrides.kernels.swiglu.reference import SwiGLU
 
 
-class DeterministicMLP(MLP):  # type: ignore[misc]
+class DeterministicMLP(MLP):
     """Megatron's MLP; SwiGLU by the contract.
 
     Raises:
@@ -56,4 +56,5 @@ class DeterministicMLP(MLP):  # type: ignore[misc]
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)
-        return self.linear_fc2(SwiGLU.apply(packed))  # type: ignore[no-any-return,no-untyped-call]
+        out, output_bias = self.linear_fc2(SwiGLU.apply(packed))
+        return out, output_bias
