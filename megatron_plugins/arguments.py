@@ -56,8 +56,9 @@ def apply_flag(args: argparse.Namespace, armed: str) -> None:
         args.spec = list(SPEC)
     elif not str(spec[0]).startswith("megatron_plugins."):
         raise NotCoveredError(
-            f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec's modules keep their own "
-            f"arithmetic. Drop --spec (then {' '.join(SPEC)} is used), or run with --deterministic-rocm=stable."
+            f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec's modules keep "
+            f"their own arithmetic. Drop --spec (then {' '.join(SPEC)} is used), or run with "
+            f"--deterministic-rocm=stable."
         )
 
 
@@ -68,10 +69,14 @@ def _padding(args: Any) -> int:
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
         lambda a: not getattr(a, "padded_vocab_size", None) and _padding(a) != VOCABULARY_UNIT,
-        lambda a: f"make_vocab_size_divisible_by={getattr(a, 'make_vocab_size_divisible_by', None)} at "
-        f"tensor_model_parallel_size={a.tensor_model_parallel_size}",
+        lambda a: (
+            f"make_vocab_size_divisible_by={getattr(a, 'make_vocab_size_divisible_by', None)} at "
+            f"tensor_model_parallel_size={a.tensor_model_parallel_size}"
+        ),
         f"Megatron pads the vocabulary to a multiple of their product, which must be {VOCABULARY_UNIT} at every degree",
-        lambda a: f"pass --make-vocab-size-divisible-by {VOCABULARY_UNIT // int(a.tensor_model_parallel_size)}",
+        lambda a: (
+            f"pass --make-vocab-size-divisible-by {VOCABULARY_UNIT // int(a.tensor_model_parallel_size)}"
+        ),
     ),
     Rule(
         lambda a: not getattr(a, "untie_embeddings_and_output_weights", True),

@@ -24,10 +24,15 @@ def mean_loss(per_token: torch.Tensor, mask: torch.Tensor, layout: ParallelLayou
         mask: [B, s], 1 for tokens that count.
 
     Returns:
-        0-d float32: balanced tree over tokens in canonical order, divided in float64, rounded once. NaN if no token counts.
+        0-d float32: balanced tree over tokens in canonical order, divided in float64, rounded once. NaN if no token
+        counts.
     """
     # A masked token's loss may be anything, NaN included: select, do not multiply.
-    kept = torch.where(mask.bool(), per_token.to(torch.float32), torch.zeros_like(per_token, dtype=torch.float32))
+    kept = torch.where(
+        mask.bool(), per_token.to(torch.float32), torch.zeros_like(per_token, dtype=torch.float32)
+    )
     losses = canonical_tokens(gather_sequence(kept, layout).transpose(0, 1).unsqueeze(-1)).squeeze(-1)
     tokens = gather_sequence(mask.to(torch.float32), layout).bool().sum()
-    return torch.div(balanced_tree_dim(losses, 0).to(torch.float64), tokens.to(torch.float64)).to(torch.float32)
+    return torch.div(balanced_tree_dim(losses, 0).to(torch.float64), tokens.to(torch.float64)).to(
+        torch.float32
+    )

@@ -32,14 +32,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: bool(_get(c, "num_moe_experts")) or _get(c, "expert_model_parallel_size", 1) > 1,
-        lambda c: f"num_moe_experts={_get(c, 'num_moe_experts')}, expert_model_parallel_size="
-        f"{_get(c, 'expert_model_parallel_size', 1)}",
+        lambda c: (
+            f"num_moe_experts={_get(c, 'num_moe_experts')}, expert_model_parallel_size="
+            f"{_get(c, 'expert_model_parallel_size', 1)}"
+        ),
         "routing and expert sums are not part of the contract yet",
         "use a dense model",
     ),
     Rule(
         lambda c: _get(c, "hidden_dropout", 0.0) > 0 or _get(c, "attention_dropout", 0.0) > 0,
-        lambda c: f"hidden_dropout={_get(c, 'hidden_dropout')}, attention_dropout={_get(c, 'attention_dropout')}",
+        lambda c: (
+            f"hidden_dropout={_get(c, 'hidden_dropout')}, attention_dropout={_get(c, 'attention_dropout')}"
+        ),
         "a dropout mask is drawn per rank and differs between layouts",
         "set --hidden-dropout 0 --attention-dropout 0",
     ),
@@ -51,14 +55,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: bool(_get(c, "cpu_offloading")) or bool(_get(c, "defer_embedding_wgrad_compute")),
-        lambda c: f"cpu_offloading={_get(c, 'cpu_offloading')}, defer_embedding_wgrad_compute="
-        f"{_get(c, 'defer_embedding_wgrad_compute')}",
+        lambda c: (
+            f"cpu_offloading={_get(c, 'cpu_offloading')}, defer_embedding_wgrad_compute="
+            f"{_get(c, 'defer_embedding_wgrad_compute')}"
+        ),
         "the deterministic linears own their weight gradient and do not hand it to these features",
         "switch them off",
     ),
     Rule(
         lambda c: _get(c, "context_parallel_size", 1) > 1 and not _get(c, "calculate_per_token_loss", False),
-        lambda c: f"context_parallel_size={_get(c, 'context_parallel_size')} with calculate_per_token_loss=False",
+        lambda c: (
+            f"context_parallel_size={_get(c, 'context_parallel_size')} with calculate_per_token_loss=False"
+        ),
         "an average taken per context-parallel rank depends on where padding lies",
         "pass --calculate-per-token-loss",
     ),
@@ -81,10 +89,15 @@ RULES: tuple[Rule, ...] = (
         "pass --no-rope-fusion",
     ),
     Rule(
-        lambda c: _get(c, "tensor_model_parallel_size", 1) > 1
-        and (_get(c, "num_query_groups") or _get(c, "num_attention_heads", 1)) % _get(c, "tensor_model_parallel_size"),
-        lambda c: f"num_query_groups={_get(c, 'num_query_groups')} at tensor_model_parallel_size="
-        f"{_get(c, 'tensor_model_parallel_size')}",
+        lambda c: (
+            _get(c, "tensor_model_parallel_size", 1) > 1
+            and (_get(c, "num_query_groups") or _get(c, "num_attention_heads", 1))
+            % _get(c, "tensor_model_parallel_size")
+        ),
+        lambda c: (
+            f"num_query_groups={_get(c, 'num_query_groups')} at tensor_model_parallel_size="
+            f"{_get(c, 'tensor_model_parallel_size')}"
+        ),
         "a KV group must lie on one rank, or its lanes are split",
         "choose a TP degree that divides num_query_groups",
     ),
@@ -96,8 +109,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: bool(_get(c, "ffn_hidden_size")) and _get(c, "ffn_hidden_size") % LANES != 0,
-        lambda c: f"ffn_hidden_size={_get(c, 'ffn_hidden_size')} at tensor_model_parallel_size="
-        f"{_get(c, 'tensor_model_parallel_size', 1)}",
+        lambda c: (
+            f"ffn_hidden_size={_get(c, 'ffn_hidden_size')} at tensor_model_parallel_size="
+            f"{_get(c, 'tensor_model_parallel_size', 1)}"
+        ),
         f"the down projection is cut into {LANES} equal lanes",
         f"round ffn_hidden_size up to a multiple of {LANES}",
     ),

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from step0_plan import ROOT, Task, tasks
 
 RANKS = 8
@@ -103,9 +104,16 @@ def _run(task: Task, mode: str, folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _actor(
-    reference: Any, layout: Any, tokens: torch.Tensor, functions: Any, checkpoint: Path, dtype: torch.dtype, mode: str
+    reference: Any,
+    layout: Any,
+    tokens: torch.Tensor,
+    functions: Any,
+    checkpoint: Path,
+    dtype: torch.dtype,
+    mode: str,
 ) -> dict[int, dict[str, Any]]:
-    """A reference runs, other shapes pass through it, then an actor from the same checkpoint runs in the same process."""
+    """A reference runs, other shapes pass through it, then an actor from the same checkpoint runs in the same "
+    "process."""
     import step0_model
 
     _run_model(reference, layout, tokens[:1], functions)
@@ -142,7 +150,7 @@ def _serve(pipe: Connection, mode: str, folder: Path) -> None:
             pipe.send({"seconds": time.monotonic() - start})
         except BaseException:
             pipe.send({"error": traceback.format_exc()})
-            return
+            raise
 
 
 def compare(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +219,9 @@ class Engine:
                 try:
                     answer = self.pipes[worker].recv()
                 except EOFError:
-                    answer = {"error": f"rank process {worker} died, exit status {self.processes[worker].exitcode}"}
+                    answer = {
+                        "error": f"rank process {worker} died, exit status {self.processes[worker].exitcode}"
+                    }
                 if "error" in answer:
                     _say(event="error", mode=self.mode, task=asdict(task), message=answer["error"])
                     raise SystemExit(2)
@@ -261,6 +271,7 @@ def main() -> None:
     else:
         os.environ.pop("DETERMINISTIC_ROCM", None)
     import megatron.core.models.gpt  # noqa: F401  imported once, before the ranks are forked
+
     import step0_model  # noqa: F401
 
     if args.mode == "ring":

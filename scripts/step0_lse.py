@@ -15,8 +15,9 @@ import time
 import warnings
 from pathlib import Path
 
-import te_on_cpu
 import torch
+
+import te_on_cpu
 
 ELEMENTS = 1 << 16
 SHAPES = (

@@ -43,7 +43,11 @@ def byte_tokens(docs: Path, micro_batches: int = MICRO_BATCHES) -> torch.Tensor:
     need = micro_batches * BATCH * (SEQUENCE + 1)
     if len(text) < need:
         raise ValueError(f"{docs} holds {len(text)} bytes of Markdown, the run needs {need}")
-    return torch.frombuffer(bytearray(text[:need]), dtype=torch.uint8).long().view(micro_batches, BATCH, SEQUENCE + 1)
+    return (
+        torch.frombuffer(bytearray(text[:need]), dtype=torch.uint8)
+        .long()
+        .view(micro_batches, BATCH, SEQUENCE + 1)
+    )
 
 
 def config_for(layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -126,7 +130,10 @@ def load(model: GPTModel, checkpoint: dict[str, torch.Tensor]) -> None:
     if parameters.keys() != checkpoint.keys():
         odd = sorted(parameters.keys() ^ checkpoint.keys())
         raise ValueError(f"model and checkpoint name different parameters: {odd}")
-    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    tp, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_shard(name, checkpoint[name], parameter, tp, rank))
@@ -148,7 +155,11 @@ def _positions(layout: Layout) -> torch.Tensor:
     """Global positions of this rank's tokens, as Megatron cuts them: zigzag over CP."""
     chunks = torch.arange(SEQUENCE).chunk(2 * layout.cp)
     rank = parallel_state.get_context_parallel_rank()
-    return torch.cat([chunks[rank], chunks[2 * layout.cp - 1 - rank]]) if layout.cp > 1 else torch.arange(SEQUENCE)
+    return (
+        torch.cat([chunks[rank], chunks[2 * layout.cp - 1 - rank]])
+        if layout.cp > 1
+        else torch.arange(SEQUENCE)
+    )
 
 
 def _gather(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -161,7 +172,7 @@ def _whole_sequence(x: torch.Tensor, layout: Layout, positions: torch.Tensor) ->
     """[B, s, ...] of every CP rank to [B, SEQUENCE, ...]."""
     group = parallel_state.get_context_parallel_group()
     out = torch.empty(x.shape[0], SEQUENCE, *x.shape[2:], dtype=x.dtype)
-    for where, part in zip(_gather(positions, group), _gather(x, group)):
+    for where, part in zip(_gather(positions, group), _gather(x, group), strict=True):
         out[:, where] = part
     return out
 
@@ -172,13 +183,18 @@ def whole_gradients(model: GPTModel, layout: Layout) -> dict[str, torch.Tensor]:
     Over CP by all-reduce, as data-parallel buckets do; over TP by all-reduce for norms under sequence parallelism and
     for q/k-norms, as ``_allreduce_non_tensor_model_parallel_grads`` does; shards concatenated.
     """
-    tp_group, cp_group = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    tp_group, cp_group = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+    )
     out = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad.detach().clone()
         if layout.cp > 1:
             dist.all_reduce(grad, group=cp_group)
-        summed = getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name
+        summed = (
+            getattr(parameter, "sequence_parallel", False) or "q_layernorm" in name or "k_layernorm" in name
+        )
         if layout.tp > 1 and summed:
             dist.all_reduce(grad, group=tp_group)
         if layout.tp > 1 and getattr(parameter, "tensor_model_parallel", False):

@@ -49,8 +49,8 @@ class Task:
 def tasks(mode: str) -> list[Task]:
     """What an engine runs; the unsharded run of each dtype comes first, everything is compared with it.
 
-    Upstream's local spec covers TP alone (torch's norm refuses sequence parallelism, its core attention refuses CP); CP is
-    run with TransformerEngine's ring in its place.
+    Upstream's local spec covers TP alone (torch's norm refuses sequence parallelism, its core attention refuses CP);
+    CP is run with TransformerEngine's ring in its place.
     """
     out = [Task("layout", "TP1", dtype) for dtype in DTYPES]
     for dtype in DTYPES:

@@ -10,11 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import te_on_cpu
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+import te_on_cpu
 
 _MODULE: Any = None
 
@@ -39,7 +40,9 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        te_on_cpu.flash_backward(grads[0], q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, causal=True)
+        te_on_cpu.flash_backward(
+            grads[0], q, k, v, out, lse, dq, dk, dv, softmax_scale=ctx.scale, causal=True
+        )
         return dq, dk, dv, None
 
 
@@ -50,7 +53,9 @@ class RingCoreAttention(torch.nn.Module):
         super().__init__()
         self.scale = config.kv_channels**-0.5
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
         """[s, b, heads, d] local shards -> [s, b, heads * d]."""
         q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
         group = parallel_state.get_context_parallel_group()

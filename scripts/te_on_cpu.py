@@ -81,7 +81,11 @@ def _members(path: Path, cls: str) -> dict[str, int]:
         return {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:
-            names = [a.targets[0].id for a in node.body if isinstance(a, ast.Assign) and isinstance(a.targets[0], ast.Name)]
+            names = [
+                a.targets[0].id
+                for a in node.body
+                if isinstance(a, ast.Assign) and isinstance(a.targets[0], ast.Name)
+            ]
             return {name: value for value, name in enumerate(names)}
     return {}
 

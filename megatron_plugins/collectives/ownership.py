@@ -18,7 +18,7 @@ from te_overrides.kernels.collectives.reference import (
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.embedding.reference import embedding_gradient
 from te_overrides.kernels.gemm.reference import chain
-from te_overrides.kernels.granules.reference import GRANULE, check_run, granule_partials, sum_granules
+from te_overrides.kernels.granules.reference import check_run, granule_partials, sum_granules
 from te_overrides.kernels.zigzag.reference import to_canonical
 
 

@@ -56,7 +56,9 @@ class DeterministicCoreAttention(torch.nn.Module):
         self.layout = layout_of(config, getattr(groups, "tp", None), getattr(groups, "cp", None))
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         if getattr(config, "apply_query_key_layer_scaling", False):
-            raise NotCoveredError("apply_query_key_layer_scaling=True: the scale would depend on the layer; switch it off.")
+            raise NotCoveredError(
+                "apply_query_key_layer_scaling=True: the scale would depend on the layer; switch it off."
+            )
         window = getattr(config, "window_size", None)
         self.window = tuple(window) if window is not None else None
 
@@ -98,6 +100,6 @@ class DeterministicCoreAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any, causal: bool
     ) -> torch.Tensor:
         raise NotCoveredError(
-            f"packed sequences (qkv_format={getattr(packed, 'qkv_format', None)!r}) reached the core attention: the order "
-            "of token sums over packed rows is not settled for this module yet. Pass padded [b, s] batches."
+            f"packed sequences (qkv_format={getattr(packed, 'qkv_format', None)!r}) reached the core attention: "
+            f"the order of token sums over packed rows is not settled for this module yet. Pass padded [b, s] batches."
         )

@@ -18,7 +18,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, first_row: int, scatter: bool, layout: ParallelLayout
+        ctx: Any,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        first_row: int,
+        scatter: bool,
+        layout: ParallelLayout,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.first_row, ctx.scatter, ctx.layout = first_row, scatter, layout

@@ -46,9 +46,16 @@ class _ColumnParallel(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows = weight.shape[0]
             partial = lane_tree(
-                _flat(grad), weight.t(), tp_size=layout.tp_size, segments=[rows // ctx.segments] * ctx.segments
+                _flat(grad),
+                weight.t(),
+                tp_size=layout.tp_size,
+                segments=[rows // ctx.segments] * ctx.segments,
             ).view(*grad.shape[:-1], weight.shape[1])
-            dx = reduce_scatter(partial, layout.tp_group) if layout.sequence_parallel else all_reduce(partial, layout.tp_group)
+            dx = (
+                reduce_scatter(partial, layout.tp_group)
+                if layout.sequence_parallel
+                else all_reduce(partial, layout.tp_group)
+            )
         if ctx.needs_input_grad[1]:
             dw = deliver(weight, weight_gradient(gather_tokens(x, layout), grad, layout), ctx.fused)
         return dx, dw, None, None, None
@@ -58,11 +65,17 @@ class _RowParallel(torch.autograd.Function):
     """x [s, B, K / TP], weight [N, K / TP] -> [s(/TP), B, N]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, fused: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, fused: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layout, ctx.fused = layout, fused
         partial = lane_tree(_flat(x), weight, tp_size=layout.tp_size).view(*x.shape[:-1], weight.shape[0])
-        return reduce_scatter(partial, layout.tp_group) if layout.sequence_parallel else all_reduce(partial, layout.tp_group)
+        return (
+            reduce_scatter(partial, layout.tp_group)
+            if layout.sequence_parallel
+            else all_reduce(partial, layout.tp_group)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -144,17 +157,40 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):  # type: ignore[m
         weight = self.weight if weight is None else weight
         if weight is None or tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
             raise ValueError(
-                f"{type(self).__name__} needs a weight of shape {(self.output_size_per_partition, self.input_size)}, got "
-                f"{None if weight is None else tuple(weight.shape)}: pass `weight=` when the layer allocates none."
+                f"{type(self).__name__} needs a weight of shape {(self.output_size_per_partition, "
+                f"self.input_size)}, got {None if weight is None else tuple(weight.shape)}: pass `weight=` when "
+                f"the layer allocates none."
+           
+           
+           
+           
+           
             )
-        out = _ColumnParallel.apply(
+       
+        out
+        = _ColumnParallel.apply(
             input_, weight, self.layout, self.gradient_segments, self.config.gradient_accumulation_fusion
         )
-        if self.bias is not None and not self.skip_bias_add:
+        if self.bias is not None and not
+       
+       
+       
+       
+        self.skip_bias_add:
             out = BiasAdd.apply(out, self.bias, self.layout, False)
-        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        if gather and self.layout.tp_size > 1:
-            out = _GatherColumns.apply(out, self.layout)
+        gather = self.gather_output if
+        runtime_gather_output is None else runtime_gather_output if gather and self.layout.tp_size >
+       
+       
+       
+       
+        1:
+            out = _GatherColumns.apply(out,
+           
+           
+           
+           
+            self.layout)
         return out, (self.bias if self.skip_bias_add else None)
 
 
@@ -192,5 +228,3 @@ class _TakeColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return torch.cat(all_gather(grads[0].contiguous(), ctx.layout.tp_group), dim=-1), None, None, None
-
-

@@ -25,7 +25,12 @@ class DeterministicMLP(MLP):  # type: ignore[misc]
         require_supported(config, is_expert=bool(kwargs.get("is_expert", False)))
         clamp = getattr(config, "activation_func_clamp_value", None)
         offset = getattr(config, "glu_linear_offset", 0.0)
-        if not config.gated_linear_unit or config.activation_func is not F.silu or clamp is not None or offset:
+        if (
+            not config.gated_linear_unit
+            or config.activation_func is not F.silu
+            or clamp is not None
+            or offset
+        ):
             raise NotCoveredError(
                 f"gated_linear_unit={config.gated_linear_unit}, activation_func="
                 f"{getattr(config.activation_func, '__name__', config.activation_func)}, activation_func_clamp_value="
@@ -45,7 +50,9 @@ class DeterministicMLP(MLP):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s(/TP), B, H] -> ([s(/TP), B, H], bias or None)."""
         if per_token_scale is not None:
-            raise NotCoveredError("per_token_scale was passed to a DeterministicMLP: it belongs to MoE experts.")
+            raise NotCoveredError(
+                "per_token_scale was passed to a DeterministicMLP: it belongs to MoE experts."
+            )
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)

@@ -61,7 +61,9 @@ class DeterministicRMSNorm(torch.nn.Module):
         self.layout = layout_of(config)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         fill = 0.0 if self.zero_centered else 1.0
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), fill, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.full((hidden_size,), fill, dtype=config.params_dtype, device=device)
+        )
         # Megatron sums gradients of parameters with this mark over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

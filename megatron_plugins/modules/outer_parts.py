@@ -24,8 +24,9 @@ def take_over_outer_parts(model: Any) -> None:
     """
     if model.share_embeddings_and_output_weights:
         raise NotCoveredError(
-            "share_embeddings_and_output_weights=True: the two gradients of a tied weight are owned by different ranks and "
-            "would be added before or after rounding depending on CP. Pass --untie-embeddings-and-output-weights."
+            "share_embeddings_and_output_weights=True: the two gradients of a tied weight are owned by different "
+            "ranks and would be added before or after rounding depending on CP. Pass "
+            "--untie-embeddings-and-output-weights."
         )
     if model.position_embedding_type not in _POSITIONS:
         raise NotCoveredError(
@@ -33,7 +34,9 @@ def take_over_outer_parts(model: Any) -> None:
             "Pass --position-embedding-type rope."
         )
     if getattr(model, "mtp_process", False):
-        raise NotCoveredError("multi-token prediction is on: its block is not part of the contract yet; switch it off.")
+        raise NotCoveredError(
+            "multi-token prediction is on: its block is not part of the contract yet; switch it off."
+        )
     check_vocabulary(model.vocab_size)
     embedding = getattr(model, "embedding", None)
     if embedding is not None:

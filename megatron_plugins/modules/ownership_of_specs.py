@@ -18,6 +18,9 @@ def is_deterministic_block(block: Any) -> bool:
     """Whether every layer of a built TransformerBlock runs the deterministic core attention."""
     layers = list(getattr(block, "layers", []))
     return bool(layers) and all(
-        isinstance(getattr(getattr(layer, "self_attention", None), "core_attention", None), DeterministicCoreAttention)
+        isinstance(
+            getattr(getattr(layer, "self_attention", None), "core_attention", None),
+            DeterministicCoreAttention,
+        )
         for layer in layers
     )

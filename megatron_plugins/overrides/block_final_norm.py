@@ -1,8 +1,8 @@
 """The final norm of a transformer block.
 
-It is not part of a layer spec: upstream puts a module global (TENorm, apex's or torch's norm) behind the layers. torch's
-refuses sequence parallelism, apex's and TE's sum their weight gradient in an order of their own. When the block's layers
-are ours, its final norm is too; any other spec passes through untouched.
+It is not part of a layer spec: upstream puts a module global (TENorm, apex's or torch's norm) behind the layers.
+torch's refuses sequence parallelism, apex's and TE's sum their weight gradient in an order of their own. When the
+block's layers are ours, its final norm is too; any other spec passes through untouched.
 
 Seam: ``_get_block_submodules`` is looked up as a global by ``TransformerBlock.__init__`` in every version.
 """
@@ -19,7 +19,7 @@ from patches import override
     id="megatron.block_final_norm",
     target="megatron.core.transformer.transformer_block:_get_block_submodules",
     modes=("invariant",),
-    why="the final norm lies outside the layer spec and sums its weight gradient in an order that depends on the layout",
+    why="the final norm lies outside the layer spec and sums its weight gradient in a layout-dependent order",
     how="a block whose layers are deterministic gets a DeterministicRMSNorm behind them",
     retire_when="the final norm can be chosen through the layer spec",
     evidence="docs/operations.md",

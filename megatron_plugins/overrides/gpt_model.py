@@ -23,7 +23,7 @@ from patches import override
     target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
     modes=("invariant",),
     why="embedding and output layer lie outside the layer spec and reduce in an order that depends on the layout",
-    how="after construction, a model whose layers are deterministic gets deterministic embedding and output layer classes",
+    how="after construction, a model of deterministic layers gets deterministic embedding and output layer classes",
     retire_when="embedding and output layer can be chosen through a spec",
     evidence="docs/operations.md",
     distribution="megatron-core",

@@ -1,8 +1,8 @@
 """The gradient norm as an exact sum of squares.
 
-Upstream squares and sums per rank (apex's multi-tensor kernel, or a loop of torch norms), then all-reduces: the brackets
-follow the sharding, and the norm scales every update through the clip coefficient. An exact sum has no brackets: the
-squares go into integer bins, integers are added over ranks, one rounding at the end.
+Upstream squares and sums per rank (apex's multi-tensor kernel, or a loop of torch norms), then all-reduces: the
+brackets follow the sharding, and the norm scales every update through the clip coefficient. An exact sum has no
+brackets: the squares go into integer bins, integers are added over ranks, one rounding at the end.
 
 Seam: ``get_grad_norm_fp32`` in its defining module; ``optimizer.py`` imports it by name after that module has executed.
 """
@@ -59,8 +59,12 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
             bins, finite = square_bins([]), torch.zeros(1, dtype=torch.int64)
         payload = torch.cat([bins.reshape(-1), finite - 1])
         if torch.distributed.is_initialized():
-            device = grads[0].device if grads else torch.device(
-                "cuda" if torch.distributed.get_backend(grad_stats_parallel_group) == "nccl" else "cpu"
+            device = (
+                grads[0].device
+                if grads
+                else torch.device(
+                    "cuda" if torch.distributed.get_backend(grad_stats_parallel_group) == "nccl" else "cpu"
+                )
             )
             payload = payload.to(device)
             torch.distributed.all_reduce(payload, group=grad_stats_parallel_group)

@@ -1,8 +1,8 @@
 """The language-model loss: vocabulary-parallel cross entropy in eight canonical lanes.
 
-Upstream sums exponentials per rank and all-reduces the sums: brackets follow TP, the library's order decides the rest, and
-the fused variants compile both. The replacement computes the same loss from lane sums that do not depend on TP. Models
-that are not deterministic keep upstream's.
+Upstream sums exponentials per rank and all-reduces the sums: brackets follow TP, the library's order decides the
+rest, and the fused variants compile both. The replacement computes the same loss from lane sums that do not depend
+on TP. Models that are not deterministic keep upstream's.
 
 Seam: ``LanguageModule.compute_language_model_loss``, a method that every GPTModel calls.
 """

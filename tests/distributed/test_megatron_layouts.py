@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from bits import assert_equal_bits
 from procs import run_ranks
 
@@ -30,9 +31,8 @@ LENGTH = {3: 96}
 def _prepare(length: int) -> Any:
     """Arm, import Megatron, and set the small model to eight KV groups so that TP=8 exists."""
     sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import patches.auto  # noqa: F401
-
     import megatron_on_cpu
+    import patches.auto  # noqa: F401
 
     megatron_on_cpu.install()
     import step0_model
@@ -41,12 +41,15 @@ def _prepare(length: int) -> Any:
     return step0_model
 
 
-def run_layouts(rank: int, world: int, length: int, names: list[tuple[str, int, int, bool]]) -> dict[str, Any]:
-    """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and work done."""
+def run_layouts(
+    rank: int, world: int, length: int, names: list[tuple[str, int, int, bool]]
+) -> dict[str, Any]:
+    """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and "
+    "work done."""
     step0_model = _prepare(length)
-    import step0_engine
     from megatron.core import parallel_state
 
+    import step0_engine
     from te_overrides.kernels import accounting
 
     out = {}
@@ -67,20 +70,28 @@ def run_layouts(rank: int, world: int, length: int, names: list[tuple[str, int, 
                 parameter.copy_(step0_model._shard(parameter_name, value, parameter, tp, tp_rank))
         with accounting.count() as counter:
             results = step0_engine._run_model(model, layout, tokens, step0_engine._functions("deterministic"))
-        out[name] = {"results": results[2] if rank == 0 else None, "flops": counter.flops, "bytes": counter.bytes_sent}
+        out[name] = {
+            "results": results[2] if rank == 0 else None,
+            "flops": counter.flops,
+            "bytes": counter.bytes_sent,
+        }
     return out
 
 
 @pytest.fixture(scope="module")
 def unsharded() -> dict[int, Any]:
     return {
-        length: run_ranks(1, run_layouts, length, LAYOUTS[1], env={"DETERMINISTIC_ROCM": "invariant"})[0]["TP1"]
+        length: run_ranks(1, run_layouts, length, LAYOUTS[1], env={"DETERMINISTIC_ROCM": "invariant"})[0][
+            "TP1"
+        ]
         for length in {LENGTH.get(world, 256) for world in LAYOUTS}
     }
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(world: int, unsharded: dict[int, Any]) -> None:
+def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(
+    world: int, unsharded: dict[int, Any]
+) -> None:
     length = LENGTH.get(world, 256)
     want = unsharded[length]
     ranks = run_ranks(
@@ -93,6 +104,12 @@ def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(world: int, 
         for parameter, gradient in want["results"]["gradients"].items():
             assert_equal_bits(got["gradients"][parameter], gradient, f"{name}: gradient of {parameter}")
         work = [rank[name]["flops"] for rank in ranks]
-        print(f"{name}: multiply-adds a rank {work}, unsharded {want['flops']}; bytes sent {ranks[0][name]['bytes']}")
-        assert sum(work) == want["flops"], f"{name}: ranks execute {sum(work)} multiply-adds, the job has {want['flops']}"
-        assert max(work) <= 1.05 * want["flops"] / world, f"{name}: one rank executes {max(work)} of {want['flops']}"
+        print(
+            f"{name}: multiply-adds a rank {work}, unsharded {want['flops']}; bytes sent {ranks[0][name]['bytes']}"
+        )
+        assert sum(work) == want["flops"], (
+            f"{name}: ranks execute {sum(work)} multiply-adds, the job has {want['flops']}"
+        )
+        assert max(work) <= 1.05 * want["flops"] / world, (
+            f"{name}: one rank executes {max(work)} of {want['flops']}"
+        )

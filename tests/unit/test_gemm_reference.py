@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from bits import assert_equal_bits, count_mismatches
 
+from bits import assert_equal_bits, count_mismatches
 from te_overrides.kernels.gemm import reference as gemm
 from te_overrides.kernels.tree.reference import balanced_tree
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from bits import assert_equal_bits, count_mismatches
 
+from bits import assert_equal_bits, count_mismatches
 from te_overrides.kernels.cross_entropy.reference import VocabularyError, vocab_parallel_log_prob
 from te_overrides.kernels.embedding.reference import embedding_gradient
 from te_overrides.kernels.grad_norm.reference import (

@@ -114,5 +114,6 @@ def owned(values: torch.Tensor, own: slice, size: int, dim: int = -1) -> torch.T
 
 
 def select_contribution(values: Sequence[torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
-    """Per element, the value of the rank that `owner` names. `values`: one [...] tensor per rank; `owner`: [...] int64."""
+    """Per element, the value of the rank that `owner` names. `values`: one [...] tensor per rank; `owner`: "
+    "[...] int64."""
     return torch.gather(torch.stack(list(values)), 0, owner.unsqueeze(0)).squeeze(0)

@@ -76,32 +76,44 @@ class VocabParallelLogProb(torch.autograd.Function):
         place = target - first
         here = (place >= 0) & (place < local)
         picked = torch.gather(x, -1, place.clamp(0, local - 1).unsqueeze(-1)).squeeze(-1)
-        logit = select_contribution(all_gather(picked, group), torch.div(target, local, rounding_mode="floor"))
+        logit = select_contribution(
+            all_gather(picked, group), torch.div(target, local, rounding_mode="floor")
+        )
         shifted = torch.sub(logit, peak).to(torch.float64)
         ctx.save_for_backward(x, peak, total, place, here)
         ctx.logits_dtype = logits.dtype  # type: ignore[attr-defined]
         return torch.sub(shifted, log_f64(total.to(torch.float64))).to(torch.float32)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         x, peak, total, place, here = ctx.saved_tensors  # type: ignore[attr-defined]
         shifted = torch.sub(x, peak.unsqueeze(-1)).to(torch.float64)
         soft = torch.div(exp_f64(shifted), total.to(torch.float64).unsqueeze(-1)).to(torch.float32)
         one_hot = torch.zeros_like(soft)
-        one_hot.scatter_(-1, place.clamp(0, x.shape[-1] - 1).unsqueeze(-1), here.to(torch.float32).unsqueeze(-1))
+        one_hot.scatter_(
+            -1, place.clamp(0, x.shape[-1] - 1).unsqueeze(-1), here.to(torch.float32).unsqueeze(-1)
+        )
         grad = torch.mul(torch.sub(one_hot, soft), grads[0].to(torch.float32).unsqueeze(-1))
         return grad.to(ctx.logits_dtype), None, None, None  # type: ignore[attr-defined]
 
 
 def vocab_parallel_log_prob(
-    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None, valid: int | None = None
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    valid: int | None = None,
 ) -> torch.Tensor:
     """Log-probability of `target`; see `VocabParallelLogProb`."""
     return VocabParallelLogProb.apply(logits, target, group, valid)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None, valid: int | None = None
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    valid: int | None = None,
 ) -> torch.Tensor:
     """``-log_prob``: the loss of each token, [...] float32."""
     return torch.neg(vocab_parallel_log_prob(logits, target, group, valid))

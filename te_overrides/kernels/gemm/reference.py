@@ -133,7 +133,7 @@ def lane_tree(
     out = []
     for lane in range(count):
         acc: torch.Tensor | None = None
-        for begin, segment in zip(starts, cuts):
+        for begin, segment in zip(starts, cuts, strict=True):
             part = slice(begin + segment[lane].start, begin + segment[lane].stop)
             acc = chain(a[:, part], b[:, part], acc)
         assert acc is not None

@@ -14,10 +14,10 @@ Two layers:
   float64 (log1p: for arguments that are 0 or at least 2^-1021; cos and sin: absolute error for arguments that are not
   float32 numbers).
 
-Special values are those of IEEE 754: exp(-inf) = 0, log(0) = -inf, log(x < 0) = NaN, log1p(-1) = -inf,
-rsqrt(-0) = -inf, NaN stays NaN, log1p and sin keep the sign of zero. silu(-inf) is NaN, as in torch: it is
--inf * 0. cos and sin answer NaN for |x| > 2^20 = 1,048,576 radians, where the three-part pi/2 stops being exact; a
-rotary position embedding reaches that at position 2^20.
+Special values are those of IEEE 754: exp(-inf) = 0, log(0) = -inf, log(x < 0) = NaN, log1p(-1) = -inf, rsqrt(-0) =
+-inf, NaN stays NaN, log1p and sin keep the sign of zero. silu(-inf) is NaN, as in torch: it is -inf * 0. cos and sin
+answer NaN for |x| > 2^20 = 1,048,576 radians, where the three-part pi/2 stops being exact; a rotary position
+embedding reaches that at position 2^20.
 """
 
 from collections.abc import Callable

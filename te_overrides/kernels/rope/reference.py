@@ -43,7 +43,9 @@ class Rope(torch.autograd.Function):
         return torch.cat((out, rest), dim=-1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         c, s = ctx.saved_tensors  # type: ignore[attr-defined]
         grad = grads[0]
         rotated, rest = grad[..., : c.shape[-1]], grad[..., c.shape[-1] :]

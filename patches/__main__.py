@@ -1,0 +1,162 @@
+"""``python -m patches status | check | pin | explain | run``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from pathlib import Path
+
+from patches import report
+from patches.arming import arm, armed_mode, mode_from_environment
+from patches.errors import OverrideError
+from patches.lock import Lock
+from patches.override import MODES
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _status(args: argparse.Namespace) -> int:
+    rows = report.status()
+    if args.json:
+        print(json.dumps({"armed": armed_mode(), "overrides": rows}, indent=2))
+        return 0
+    print(f"armed: {armed_mode() or 'no'}")
+    print(_table([["override", "state", "installed", "version", "modes"]] + [
+        [r["id"], r["state"], r["installed"], r["version"] or "-", "+".join(r["modes"])] for r in rows
+    ]))  # fmt: skip
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    lock = Lock.read()
+    findings = [report.examine(override, lock, args.tree) for override in report.overrides(args.ids)]
+    moved = [finding for finding in findings if finding.moved]
+    if args.json:
+        print(json.dumps([
+            {"id": f.override.id, "target": str(f.override.target), "verdict": f.verdict, "fingerprint": f.found,
+             "version": f.version, "accepted": f.accepted} for f in findings
+        ], indent=2))  # fmt: skip
+    else:
+        print("\n".join(finding.sentence() for finding in findings))
+    if moved:
+        print(
+            f"{len(moved)} of {len(findings)} targets moved: review them, then `python -m patches pin ID`, or "
+            f"install a release that was reviewed.",
+            file=sys.stderr,
+        )
+    return 1 if moved else 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    lock, changed = Lock.read(), 0
+    for override in report.overrides(args.ids):
+        finding = report.examine(override, lock, args.tree)
+        if finding.found is None:
+            print(f"skipped  {finding.sentence()}")
+            continue
+        version = args.version or finding.version
+        if version is None:
+            print(
+                f"{override.id}: no version beside {finding.file}; give one with --version", file=sys.stderr
+            )
+            return 2
+        if lock.accept(str(override.target), finding.found, version):
+            changed += 1
+            print(f"pinned   {override.target} {version} {finding.found}")
+    if changed:
+        lock.write()
+    print(f"{changed} new entries in {lock.path}")
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    (override,) = report.overrides([args.id])
+    finding = report.examine(override, Lock.read())
+    print(f"{override.id}\n")
+    for label, text in (
+        ("replaces", str(override.target)),
+        ("in modes", ", ".join(override.modes)),
+        ("why", override.why),
+        ("how", override.how),
+        ("until", override.retire_when),
+        ("evidence", override.evidence),
+        ("versions", override.versions or "all"),
+        ("here", finding.sentence()),
+    ):
+        print(f"  {label:9} {text}")
+    for fingerprint, releases in finding.accepted.items():
+        print(f"  {'reviewed':9} {fingerprint}  {', '.join(releases)}")
+    document = sys.modules[override.build.__module__].__doc__
+    print(f"\n{(document or '').strip()}")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    mode = args.mode or mode_from_environment() or "invariant"
+    arm(mode)
+    sys.argv = args.command
+    target = args.command[0]
+    if target == "-m":
+        sys.argv = args.command[1:]
+        runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(target).resolve().parent)
+        runpy.run_path(target, run_name="__main__")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m patches", description="The patch layer of deterministic-rocm."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    status = commands.add_parser("status", help="every override: id, target, state, fingerprint, why")
+    status.add_argument("--json", action="store_true")
+    status.set_defaults(call=_status)
+    check = commands.add_parser(
+        "check", help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not"
+    )
+    check.add_argument("ids", nargs="*", metavar="ID")
+    check.add_argument("--tree", type=Path, help="folder that holds the packages, instead of sys.path")
+    check.add_argument("--json", action="store_true")
+    check.set_defaults(call=_check)
+    pin = commands.add_parser("pin", help="accept the code that is there, after review")
+    pin.add_argument("ids", nargs="*", metavar="ID")
+    pin.add_argument("--tree", type=Path, help="folder that holds the packages, instead of sys.path")
+    pin.add_argument("--version", help="release, where no .dist-info lies beside the package")
+    pin.set_defaults(call=_pin)
+    explain = commands.add_parser("explain", help="the argument for one override")
+    explain.add_argument("id", metavar="ID")
+    explain.set_defaults(call=_explain)
+    run = commands.add_parser(
+        "run", help="run a script, or `-m module`, armed: python -m patches run train.py …"
+    )
+    run.add_argument("--mode", choices=MODES)
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT …")
+    run.set_defaults(call=_run)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; errors of the patch layer end with their sentence and status 2."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if getattr(args, "command", None) == []:
+        parser.error("run: name a script, or -m and a module")
+    try:
+        return int(args.call(args))
+    except OverrideError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Applies overrides the moment their defining module has executed, before anybody can import a name from it.
+
+A meta-path finder wraps the loader of every module that has a target. It stays in place, so a reload is overridden
+again. A failure is latched: whoever swallows it and imports once more gets the same error, never an unpatched module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from patches import fingerprint, versions
+from patches.errors import DriftError, OverrideError
+from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
+from patches.lock import Lock
+from patches.override import Override
+
+MARK = "__deterministic_rocm__"
+"""Attribute of a replacement: the id of its override."""
+
+WAYS_ON = (
+    "Ways on: (1) review the change, then accept it with `python -m patches pin {id}`; (2) install an upstream release "
+    "listed above; (3) run without --deterministic-rocm."
+)
+
+
+class OverrideLoader(importlib.abc.Loader):
+    """Executes a module as its own loader does, then applies the overrides."""
+
+    def __init__(self, inner: Any, finder: OverrideFinder) -> None:
+        self._inner, self._finder = inner, finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Tools that look a module's source up must find the loader that has it.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        module.__loader__ = self._inner
+        self._inner.exec_module(module)
+        self._finder.apply(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class OverrideFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself: asks the others, and wraps what they found for modules that have targets."""
+
+    def __init__(self, overrides: Sequence[Override], ledger: Ledger, lock: Lock) -> None:
+        self.ledger, self.lock = ledger, lock
+        self.by_module: dict[str, list[Override]] = {}
+        for override in overrides:
+            self.by_module.setdefault(override.target.module, []).append(override)
+        self._failed: dict[str, OverrideError] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.by_module:
+            return None
+        if fullname in self._failed:
+            raise self._failed[fullname]
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = OverrideLoader(spec.loader, self)
+                return spec
+        return None
+
+    def apply(self, module: ModuleType) -> None:
+        """Apply every override of a module that has just executed; the first failure is latched and raised."""
+        for override in self.by_module[module.__name__]:
+            try:
+                self._apply_one(override, module)
+            except OverrideError as error:
+                self._failed[module.__name__] = error
+                self.ledger.move(override.id, REFUSED, str(error))
+                raise
+
+    def _apply_one(self, override: Override, module: ModuleType) -> None:
+        original = override.target.value(module)
+        file = Path(module.__file__ or "")
+        version = versions.beside(file, module.__name__, override.distribution)
+        if original is None:
+            if version is not None and override.versions and not versions.matches(version, override.versions):
+                reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
+                self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
+                return
+            raise DriftError(self._drift(override, version, f"no {override.target.qualname} in {file}"))
+        if getattr(original, MARK, None) == override.id:
+            return
+        if override.mended is not None and (reason_mended := override.mended(module)) is not None:
+            self.ledger.move(override.id, NOT_REQUIRED, reason_mended, version=version)
+            return
+        found = fingerprint.of_source(file.read_text(), override.target, override.also)
+        if found is None:
+            raise DriftError(
+                self._drift(
+                    override, version, f"{override.target.qualname} is bound in {file}, but not defined there"
+                )
+            )
+        if found not in self.lock.accepted(str(override.target)):
+            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        replacement = override.build(original)
+        if not hasattr(replacement, "__wrapped__"):
+            functools.update_wrapper(replacement, original, updated=())
+        setattr(replacement, MARK, override.id)
+        setattr(override.target.owner(module), override.target.name, replacement)
+        self.ledger.move(
+            override.id,
+            APPLIED,
+            fingerprint=found,
+            version=version,
+            original=original,
+            replacement=replacement,
+        )
+
+    def _drift(self, override: Override, version: str | None, found: str) -> str:
+        accepted = self.lock.accepted(str(override.target))
+        expected = "; ".join(f"{print_} ({', '.join(releases)})" for print_, releases in accepted.items())
+        return (
+            f"override {override.id}: upstream's {override.target} is not the code that was reviewed. "
+            f"Sought {expected or 'a fingerprint, but none was ever pinned'}. Found {found}, "
+            f"{override.distribution} {version or 'of unknown version'}. " + WAYS_ON.format(id=override.id)
+        )

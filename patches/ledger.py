@@ -1,0 +1,90 @@
+"""The only truth about what is active: every override's state in this process.
+
+::
+
+    ARMED -> APPLIED -> VERIFIED          REFUSED is final
+      `----> NOT_REQUIRED(reason)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from patches.errors import OverrideError
+from patches.override import Override
+
+ARMED, APPLIED, VERIFIED, NOT_REQUIRED, REFUSED = "ARMED", "APPLIED", "VERIFIED", "NOT_REQUIRED", "REFUSED"
+
+_ALLOWED = {
+    ARMED: {ARMED, APPLIED, NOT_REQUIRED, REFUSED},
+    # A reload applies again.
+    APPLIED: {APPLIED, VERIFIED, REFUSED},
+    VERIFIED: {APPLIED, VERIFIED, REFUSED},
+    # Not imported when the gate looked, imported later.
+    NOT_REQUIRED: {NOT_REQUIRED, APPLIED, REFUSED},
+    REFUSED: {REFUSED},
+}
+
+
+@dataclass
+class Entry:
+    """One override's state. `original` and `replacement` are the objects themselves, for the gate."""
+
+    override: Override
+    state: str = ARMED
+    reason: str | None = None
+    fingerprint: str | None = None
+    version: str | None = None
+    original: Any = None
+    replacement: Any = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What status and the ledger file show."""
+        return {
+            "id": self.override.id,
+            "target": str(self.override.target),
+            "state": self.state,
+            "reason": self.reason,
+            "fingerprint": self.fingerprint,
+            "version": self.version,
+            "why": self.override.why,
+        }
+
+
+@dataclass
+class Ledger:
+    """Entries of one armed process."""
+
+    mode: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def move(self, id: str, state: str, reason: str | None = None, **facts: Any) -> Entry:
+        """Change a state. Raises OverrideError for a step that the diagram does not have."""
+        entry = self.entries[id]
+        if state not in _ALLOWED[entry.state]:
+            raise OverrideError(
+                f"override {id} cannot go from {entry.state} to {state}; it was {entry.reason or 'left so'}"
+            )
+        entry.state, entry.reason = state, reason
+        for name, value in facts.items():
+            setattr(entry, name, value)
+        return entry
+
+    def digest(self) -> str:
+        """Hash of mode, ids, states and fingerprints: equal on two ranks exactly when they run the same code."""
+        facts = [
+            [e.override.id, e.state, e.fingerprint]
+            for e in sorted(self.entries.values(), key=lambda e: e.override.id)
+        ]
+        return hashlib.sha256(json.dumps([self.mode, facts]).encode()).hexdigest()[:32]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger file's content."""
+        return {
+            "mode": self.mode,
+            "digest": self.digest(),
+            "overrides": [e.as_dict() for e in self.entries.values()],
+        }

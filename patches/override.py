@@ -1,0 +1,88 @@
+"""One declaration: what is replaced, why, how, until when, and where the evidence is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from patches.errors import RegistryError
+from patches.target import Target
+
+MODES = ("stable", "invariant")
+
+Build = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Override:
+    """A declared override.
+
+    Attributes:
+        id: its name in status, ledger and documentation.
+        target: what it replaces.
+        modes: modes in which it is active and required.
+        why, how, retire_when: the argument, in a sentence each.
+        evidence: page under docs/ that holds the measurements.
+        distribution: upstream's distribution name.
+        versions: releases that have the target; outside, its absence is NOT_REQUIRED, inside it is drift.
+        also: helpers of the same module whose source enters the fingerprint.
+        mended: given the module, says why upstream needs no override here, or None.
+        build: makes the replacement from the original, after the defining module has executed.
+    """
+
+    id: str
+    target: Target
+    modes: tuple[str, ...]
+    why: str
+    how: str
+    retire_when: str
+    evidence: str
+    distribution: str
+    versions: str
+    also: tuple[str, ...]
+    mended: Callable[[Any], str | None] | None
+    build: Build
+
+    def __post_init__(self) -> None:
+        for name in ("id", "why", "how", "retire_when", "evidence", "distribution"):
+            if not getattr(self, name):
+                raise RegistryError(
+                    f"override {self.id or self.target}: the field {name!r} is empty; say it in a sentence"
+                )
+        if not self.modes or set(self.modes) - set(MODES):
+            raise RegistryError(f"override {self.id}: modes {self.modes}; known modes: {MODES}")
+
+
+def override(
+    *,
+    id: str,
+    target: str,
+    modes: tuple[str, ...],
+    why: str,
+    how: str,
+    retire_when: str,
+    evidence: str,
+    distribution: str,
+    versions: str = "",
+    also: tuple[str, ...] = (),
+    mended: Callable[[Any], str | None] | None = None,
+) -> Callable[[Build], Build]:
+    """Declare an override; the decorated function is its `build`. See `Override` for the fields.
+
+    Raises:
+        RegistryError: an id or a target that another override has, an empty field, an unknown mode.
+        TargetError: a target of another form.
+    """
+    from patches.registry import REGISTRY
+
+    def declare(build: Build) -> Build:
+        REGISTRY.add(
+            Override(
+                id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
+                tuple(also), mended, build,
+            )
+        )  # fmt: skip
+        return build
+
+    return declare

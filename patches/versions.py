@@ -1,0 +1,58 @@
+"""Versions of upstream distributions, found beside the code that is actually used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from patches.errors import RegistryError
+
+_OPERATORS = {
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    "==": lambda a, b: a == b,
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version, trailing zeros dropped: ``2.4.0+rocm`` is (2, 4)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else [0]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def matches(version: str, specifier: str) -> bool:
+    """Whether `version` satisfies ``>=2.3,<2.20``; an empty specifier takes all.
+
+    Raises:
+        RegistryError: a specifier of another form.
+    """
+    for clause in filter(None, (part.strip() for part in specifier.split(","))):
+        match = re.fullmatch(r"(>=|<=|==|>|<)\s*([\d.]+)", clause)
+        if match is None:
+            raise RegistryError(
+                f"version specifier {specifier!r}: {clause!r} is not one of {sorted(_OPERATORS)} and a number"
+            )
+        if not _OPERATORS[match[1]](release(version), release(match[2])):
+            return False
+    return True
+
+
+def beside(file: Path, module: str, distribution: str) -> str | None:
+    """Version of `distribution` from the ``.dist-info`` beside the package that holds `file`, or None.
+
+    Looked up beside the file, not in the environment: a process may run an unpacked wheel while another version is
+    installed.
+    """
+    levels = module.count(".") + (1 if file.name == "__init__.py" else 0)
+    root = file.resolve().parents[levels]
+    wanted = distribution.replace("-", "_").lower()
+    for info in sorted(root.glob("*.dist-info")):
+        name, _, version = info.name.removesuffix(".dist-info").partition("-")
+        if name.lower() == wanted:
+            return version
+    return None
