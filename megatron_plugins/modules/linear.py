@@ -18,6 +18,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
 from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm.reference import lane_tree, one_lane
 
 
@@ -146,6 +147,7 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         require_supported(self.config, is_expert=self.is_expert)
         self.layout = layout_of(self.config, self.tp_group)
 
+    @eager_only
     def forward(
         self,
         input_: torch.Tensor,
@@ -184,6 +186,7 @@ class DeterministicRowParallelLinear(RowParallelLinear):
             # A skipped bias is added by the residual add, which needs to know how its tokens lie.
             self.bias.deterministic_layout = self.layout
 
+    @eager_only
     def forward(self, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """input_ [s, B, K / TP] -> ([s(/TP), B, N], bias or None)."""
         if not self.input_is_parallel and self.layout.tp_size > 1:

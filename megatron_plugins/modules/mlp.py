@@ -11,6 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.linear import BiasAdd, DeterministicColumnParallelLinear
 from patches.errors import NotCoveredError
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.swiglu.reference import SwiGLU
 
 
@@ -45,6 +46,7 @@ class DeterministicMLP(MLP):
             )
         self.linear_fc1.gradient_segments = 2
 
+    @eager_only
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
