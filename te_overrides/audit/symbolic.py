@@ -1,0 +1,277 @@
+"""Expressions of what a kernel stores, as hashes that are equal only where the expressions are.
+
+Every value that depends on loaded data is a `Node`: an operation over nodes and concrete lane vectors. A node
+carries, for each lane of each wave, a 128-bit hash of its expression, built from the hashes of its arguments and
+so from the *elements* of the inputs the lane loaded, whatever registers and lanes they came through. Two launch
+configurations compute the same bits at an output element for every input if the hashes stored there are equal;
+NaN counts as one value, since its payload is nobody's contract.
+
+Only identities that hold for every bit pattern (NaN payloads aside) are applied before hashing: commutativity
+of +, *, fma and the symmetric comparisons, signs that multiplication carries outwards, the two halves of
+a register put back together, and selects whose condition is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Node", "Value", "bits_of", "constant_hash", "lane_mix", "make", "unknown"]
+
+_K1 = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64).reshape(2, 1, 1)
+_K2 = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64).reshape(2, 1, 1)
+_NOT_BAD = np.zeros((1, 1), np.bool_)
+
+
+class Node:
+    """One operation; `bits` is its width, `h` its lane hashes [2, W, L], `bad` where it rests on the unknown."""
+
+    __slots__ = ("args", "bad", "bits", "h", "op", "why")
+
+    def __init__(
+        self,
+        op: str,
+        args: tuple[Value, ...],
+        bits: int,
+        h: NDArray[np.uint64],
+        bad: NDArray[np.bool_] = _NOT_BAD,
+        why: frozenset[str] = frozenset(),
+    ) -> None:
+        self.op, self.args, self.bits, self.h, self.bad, self.why = op, args, bits, h, bad, why
+
+    def __repr__(self) -> str:
+        return f"{self.op}/{self.bits}"
+
+
+Value = NDArray | Node
+
+
+@cache
+def _tag(op: str, bits: int) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{op}/{bits}".encode(), digest_size=16).digest()
+    return np.frombuffer(digest, np.uint64).reshape(2, 1, 1).copy()
+
+
+def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ word) * _K1
+    state ^= state >> np.uint64(32)
+    state *= _K2
+    state ^= state >> np.uint64(29)
+    return state
+
+
+def bits_of(value: Value) -> int:
+    """Width of a value: 1, 16, 32 or 64."""
+    if isinstance(value, Node):
+        return value.bits
+    return 1 if value.dtype == np.bool_ else value.dtype.itemsize * 8
+
+
+def constant_hash(value: NDArray) -> NDArray[np.uint64]:
+    """Lane hashes [2, W, L] of a concrete vector."""
+    return _absorb(_tag("const", bits_of(value)), value.astype(np.uint64)[None])
+
+
+def hash_of(value: Value) -> NDArray[np.uint64]:
+    return value.h if isinstance(value, Node) else constant_hash(value)
+
+
+def _badness(values: Sequence[Value]) -> tuple[NDArray[np.bool_], frozenset[str]]:
+    bad, why = _NOT_BAD, frozenset[str]()
+    for value in values:
+        if isinstance(value, Node) and value.bad is not _NOT_BAD:
+            bad = value.bad if bad is _NOT_BAD else bad | value.bad
+            why |= value.why
+    return bad, why
+
+
+def unknown(reason: str, bits: int) -> Node:
+    """A value nothing is known of: it compares equal to nothing, wherever it came from."""
+    bad = np.ones((1, 1), np.bool_)
+    return Node("unknown", (), bits, _tag(f"unknown {reason}", bits), bad, frozenset((reason,)))
+
+
+def lane_mix(condition: NDArray[np.bool_], yes: Value, no: Value) -> Value:
+    """`yes` in the lanes where the concrete `condition` holds, `no` in the others."""
+    if not isinstance(yes, Node) and not isinstance(no, Node):
+        return np.where(condition, yes, no)
+    if yes is no or condition.all():
+        return yes
+    if not condition.any():
+        return no
+    bad, why = _badness((yes, no))
+    if bad is not _NOT_BAD:
+        flags = [value.bad if isinstance(value, Node) else _NOT_BAD for value in (yes, no)]
+        bad = np.where(condition, flags[0], flags[1])
+    hashes = np.where(condition[None], hash_of(yes), hash_of(no))
+    return Node("mix", (condition, yes, no), bits_of(yes), hashes, bad, why)
+
+
+_COMMUTATIVE = frozenset(
+    "add.f32 add.f64 add.f16 mul.f32 mul.f64 mul.f16 eq.f32 eq.f64 eq.f16 lg.f32 lg.f64 o.f32 o.f64 o.f16 lg.f16 "
+    "add.u32 add.u64 mul.u32 and.u32 or.u32 xor.u32 and.u64 or.u64 xor.u64 eq.u32 eq.u64 eq.u16 and.b1 or.b1 "
+    "xor.b1 add.u16 min.f32 max.f32 min.f64 max.f64 min.f16 max.f16 min.u32 max.u32 min.i32 max.i32 "
+    "mulhi.u32 mulhi.i32".split()
+)
+_FMA = frozenset(f"{name}.{kind}" for name in ("fma", "fnma") for kind in ("f16", "f32", "f64"))
+
+
+def _hash(op: str, bits: int, args: Sequence[Value]) -> NDArray[np.uint64]:
+    hashes = [hash_of(arg) for arg in args]
+    if (op in _COMMUTATIVE and len(args) == 2) or op in _FMA:
+        # Ordered lane by lane on the first word; the second follows it.
+        left, right = hashes[0], hashes[1]
+        swap = (left[0] > right[0])[None]
+        hashes[0], hashes[1] = np.where(swap, right, left), np.where(swap, left, right)
+    state = _tag(op, bits)
+    for word in hashes:
+        state = _absorb(state, word)
+    return state
+
+
+def is_constant(value: Value, number: int) -> bool:
+    return not isinstance(value, Node) and bool((value == value.dtype.type(number)).all())
+
+
+def _is(value: Value, op: str) -> bool:
+    return isinstance(value, Node) and value.op == op
+
+
+def _const(number: int, bits: int) -> NDArray:
+    dtype = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+    return np.full((1, 1), number, dtype)
+
+
+def _half(value: Value, high: bool) -> Value:
+    if not isinstance(value, Node):
+        return (value >> np.uint32(16) if high else value & np.uint32(0xFFFF)).astype(np.uint16)
+    if value.op == "pack16":
+        return value.args[1 if high else 0]
+    return _plain("hi16" if high else "lo16", 16, (value,))
+
+
+def _word(value: Value, high: bool) -> Value:
+    if not isinstance(value, Node):
+        return (value >> np.uint64(32) if high else value & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    if value.op == "join64":
+        return value.args[1 if high else 0]
+    return _plain("hi32" if high else "lo32", 32, (value,))
+
+
+def _plain(op: str, bits: int, args: tuple[Value, ...]) -> Node:
+    bad, why = _badness(args)
+    return Node(op, args, bits, _hash(op, bits, args), bad, why)
+
+
+def _join(op: str, bits: int, low: Value, high: Value) -> Value:
+    parts = ("lo32", "hi32") if op == "join64" else ("lo16", "hi16")
+    if _is(low, parts[0]) and _is(high, parts[1]) and low.args[0] is high.args[0]:  # type: ignore[union-attr]
+        return low.args[0]  # type: ignore[union-attr]
+    return _plain(op, bits, (low, high))
+
+
+_SIGN = {"f16": 0x8000, "f32": 0x80000000, "f64": 0x8000000000000000}
+
+
+def _bitwise_u32(op: str, args: tuple[Value, ...]) -> Value | None:
+    """Bit operations that only move halves or touch the sign, by the names those have."""
+    for value, other in (args, args[::-1]):
+        if op == "and.u32":
+            if is_constant(other, 0x7FFFFFFF):
+                return make("abs.f32", 32, (value,))
+            if is_constant(other, 0xFFFF):
+                return _join("pack16", 32, _half(value, False), _const(0, 16))
+            if is_constant(other, 0xFFFF0000):
+                return _join("pack16", 32, _const(0, 16), _half(value, True))
+        elif op == "xor.u32" and is_constant(other, 0x80000000):
+            return make("neg.f32", 32, (value,))
+        elif op == "or.u32":
+            if is_constant(other, 0):
+                return value
+            if _is(value, "pack16") and is_constant(_half(value, False), 0) and is_constant(_half(other, True), 0):
+                return _join("pack16", 32, _half(other, False), _half(value, True))
+    return None
+
+
+def _select(condition: Value, yes: Value, no: Value) -> Value:
+    if not isinstance(condition, Node):
+        return lane_mix(condition, yes, no)
+    if condition.op == "not.b1":
+        return _select(condition.args[0], no, yes)
+    if yes is no:
+        return yes
+    if _is(yes, "select") and yes.args[0] is condition:  # type: ignore[union-attr]
+        yes = yes.args[1]  # type: ignore[union-attr]
+    if _is(no, "select") and no.args[0] is condition:  # type: ignore[union-attr]
+        no = no.args[2]  # type: ignore[union-attr]
+    return _plain("select", bits_of(yes), (condition, yes, no))
+
+
+def _boolean(op: str, args: tuple[Value, ...]) -> Value | None:
+    if op == "not.b1":
+        return args[0].args[0] if _is(args[0], "not.b1") else None  # type: ignore[union-attr]
+    for value, other in (args, args[::-1]):
+        if isinstance(other, Node):
+            continue
+        if op == "and.b1":
+            return lane_mix(other, value, _const(0, 1))
+        if op == "or.b1":
+            return lane_mix(other, _const(1, 1), value)
+        if op == "xor.b1":
+            return lane_mix(other, make("not.b1", 1, (value,)), value)
+    if args[0] is args[1] and op in ("and.b1", "or.b1"):
+        return args[0]
+    return None
+
+
+def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
+    """The node of `op` over `args`, after the identities named in the module's docstring."""
+    kind = op.rpartition(".")[2]
+    if op == "select":
+        return _select(*args)
+    if op in ("lo16", "hi16"):
+        return _half(args[0], op == "hi16")
+    if op in ("lo32", "hi32"):
+        return _word(args[0], op == "hi32")
+    if op in ("join64", "pack16"):
+        return _join(op, bits, *args)
+    if kind == "b1":
+        found = _boolean(op, args)
+        if found is not None:
+            return found
+    elif op in ("and.u32", "or.u32", "xor.u32"):
+        found = _bitwise_u32(op, args)
+        if found is not None:
+            return found
+    elif op == "shl.u32" and is_constant(args[1], 16):
+        return _join("pack16", 32, _const(0, 16), _half(args[0], False))
+    elif op == "shr.u32" and is_constant(args[1], 16):
+        return _join("pack16", 32, _half(args[0], True), _const(0, 16))
+    elif op.startswith("neg.") and _is(args[0], op):
+        return args[0].args[0]  # type: ignore[union-attr]
+    elif op.startswith("abs.") and isinstance(args[0], Node) and args[0].op in (op, f"neg.{kind}"):
+        return make(op, bits, args[0].args)
+    elif op.startswith(("mul.f", "fma.f")):
+        return _product(op, kind, bits, args)
+    return _plain(op, bits, args)
+
+
+def _product(op: str, kind: str, bits: int, args: tuple[Value, ...]) -> Value:
+    """Pull the signs out of a product: exact in round-to-nearest, also for zeros and infinities."""
+    negative, flip = f"neg.{kind}", _SIGN[kind]
+    factors, odd = [], False
+    for factor in args[:2]:
+        if _is(factor, negative):
+            factor, odd = factor.args[0], not odd  # type: ignore[union-attr]
+        elif not isinstance(factor, Node) and bool((factor & factor.dtype.type(flip) != 0).all()):
+            factor, odd = factor ^ factor.dtype.type(flip), not odd
+        factors.append(factor)
+    if op.startswith("mul"):
+        node = _plain(op, bits, tuple(factors))
+        return make(negative, bits, (node,)) if odd else node
+    # fma(-a, b, c): one spelling for either factor negated.
+    return _plain(f"fnma.{kind}" if odd else op, bits, (*factors, args[2]))
