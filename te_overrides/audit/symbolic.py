@@ -20,7 +20,21 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Node", "Value", "bits_of", "constant_hash", "lane_mix", "make", "unknown"]
+__all__ = [
+    "Node",
+    "Value",
+    "assume",
+    "bits_of",
+    "conjuncts",
+    "constant_hash",
+    "element_hashes",
+    "hash_of",
+    "invert",
+    "lane_mix",
+    "make",
+    "possible",
+    "unknown",
+]
 
 _K1 = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64).reshape(2, 1, 1)
 _K2 = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64).reshape(2, 1, 1)
@@ -80,6 +94,12 @@ def hash_of(value: Value) -> NDArray[np.uint64]:
     return value.h if isinstance(value, Node) else constant_hash(value)
 
 
+def element_hashes(name: str, count: int) -> NDArray[np.uint64]:
+    """Hashes [2, count] of the elements of an input buffer: each is its own unknown quantity."""
+    index = np.arange(count, dtype=np.uint64).reshape(1, 1, count)
+    return _absorb(_tag(f"element of {name}", 0), index)[:, 0, :]
+
+
 def _badness(values: Sequence[Value]) -> tuple[NDArray[np.bool_], frozenset[str]]:
     bad, why = _NOT_BAD, frozenset[str]()
     for value in values:
@@ -95,6 +115,16 @@ def unknown(reason: str, bits: int) -> Node:
     return Node("unknown", (), bits, _tag(f"unknown {reason}", bits), bad, frozenset((reason,)))
 
 
+def _under(condition: NDArray[np.bool_], value: Value, side: int) -> Value:
+    """`value` where it is only looked at in the lanes of `condition` (side 1) or outside them (side 2)."""
+    while isinstance(value, Node) and value.op == "mix":
+        known = value.args[0]
+        if known is not condition and not (known.shape == condition.shape and np.array_equal(known, condition)):
+            break
+        value = value.args[side]
+    return value
+
+
 def lane_mix(condition: NDArray[np.bool_], yes: Value, no: Value) -> Value:
     """`yes` in the lanes where the concrete `condition` holds, `no` in the others."""
     if not isinstance(yes, Node) and not isinstance(no, Node):
@@ -103,6 +133,7 @@ def lane_mix(condition: NDArray[np.bool_], yes: Value, no: Value) -> Value:
         return yes
     if not condition.any():
         return no
+    yes, no = _under(condition, yes, 1), _under(condition, no, 2)
     bad, why = _badness((yes, no))
     if bad is not _NOT_BAD:
         flags = [value.bad if isinstance(value, Node) else _NOT_BAD for value in (yes, no)]
@@ -202,6 +233,13 @@ def _select(condition: Value, yes: Value, no: Value) -> Value:
         return lane_mix(condition, yes, no)
     if condition.op == "not.b1":
         return _select(condition.args[0], no, yes)
+    if condition.op == "mix":
+        known, there, elsewhere = condition.args
+        return lane_mix(
+            known,
+            _select(there, _under(known, yes, 1), _under(known, no, 1)),
+            _select(elsewhere, _under(known, yes, 2), _under(known, no, 2)),
+        )
     if yes is no:
         return yes
     if _is(yes, "select") and yes.args[0] is condition:  # type: ignore[union-attr]
@@ -211,9 +249,71 @@ def _select(condition: Value, yes: Value, no: Value) -> Value:
     return _plain("select", bits_of(yes), (condition, yes, no))
 
 
+def invert(value: Value) -> Value:
+    """Logical not, concrete or symbolic."""
+    return make("not.b1", 1, (value,)) if isinstance(value, Node) else ~value
+
+
+def conjuncts(value: Value) -> set[Value]:
+    """Nodes that hold wherever `value` does."""
+    if not isinstance(value, Node):
+        return set()
+    found = {value}
+    if value.op == "and.b1":
+        for arg in value.args:
+            found |= conjuncts(arg)
+    elif value.op == "mix" and is_constant(value.args[2], 0):
+        found |= conjuncts(value.args[1])
+    return found
+
+
+def possible(value: Value) -> NDArray[np.bool_]:
+    """Lanes in which a condition may hold."""
+    if not isinstance(value, Node):
+        return value
+    if value.op == "mix":
+        return np.where(value.args[0], possible(value.args[1]), possible(value.args[2]))
+    if value.op == "and.b1":
+        return possible(value.args[0]) & possible(value.args[1])
+    return np.ones((1, 1), np.bool_)
+
+
+def assume(value: Value, condition: Value, facts: set[Value]) -> Value:
+    """`value` as seen in lanes where `condition`, whose conjuncts are `facts`, holds."""
+    while isinstance(value, Node):
+        if value.op == "select" and value.args[0] in facts:
+            value = value.args[1]
+        elif value.op == "select" and invert_known(value.args[0], facts):
+            value = value.args[2]
+        elif value.op == "and.b1" and value.args[0] in facts:
+            value = value.args[1]
+        elif value.op == "and.b1" and value.args[1] in facts:
+            value = value.args[0]
+        elif value.op == "mix":
+            lanes = possible(condition)
+            if not (lanes & ~value.args[0]).any():
+                value = value.args[1]
+            elif not (lanes & value.args[0]).any():
+                value = value.args[2]
+            else:
+                break
+        else:
+            break
+    return value
+
+
+def invert_known(value: Value, facts: set[Value]) -> bool:
+    return any(isinstance(fact, Node) and fact.op == "not.b1" and fact.args[0] is value for fact in facts)
+
+
 def _boolean(op: str, args: tuple[Value, ...]) -> Value | None:
     if op == "not.b1":
-        return args[0].args[0] if _is(args[0], "not.b1") else None  # type: ignore[union-attr]
+        if _is(args[0], "not.b1"):
+            return args[0].args[0]  # type: ignore[union-attr]
+        if _is(args[0], "mix"):
+            known, yes, no = args[0].args  # type: ignore[union-attr]
+            return lane_mix(known, invert(yes), invert(no))
+        return None
     for value, other in (args, args[::-1]):
         if isinstance(other, Node):
             continue
@@ -222,7 +322,7 @@ def _boolean(op: str, args: tuple[Value, ...]) -> Value | None:
         if op == "or.b1":
             return lane_mix(other, _const(1, 1), value)
         if op == "xor.b1":
-            return lane_mix(other, make("not.b1", 1, (value,)), value)
+            return lane_mix(other, invert(value), value)
     if args[0] is args[1] and op in ("and.b1", "or.b1"):
         return args[0]
     return None
