@@ -72,6 +72,7 @@ class Machine:
         self.facts: set[Value] = set()
         self.pc = np.zeros(waves, np.int64)
         self.active: NDArray[np.bool_] | None = None
+        self._on: NDArray[np.bool_] | None = None
         self.storing: NDArray[np.bool_] = np.zeros((waves, lanes), np.bool_)
         self.scratch: dict[int, Value] = {}
         self.lds: dict[int, object] = {}
@@ -94,8 +95,13 @@ class Machine:
             if pc >= end:
                 return
             at = self.pc == pc
-            self.active = None if at.all() else at[:, None]
-            self.pc[at] = pc + 1
+            if at.all():
+                if self.active is not None:
+                    self.active = self._on = None
+                self.pc += 1
+            else:
+                self.active, self._on = at[:, None], None
+                self.pc[at] = pc + 1
             instruction = instructions[pc]
             run = HANDLERS.get(instruction.opcode)
             if run is None:
@@ -125,15 +131,23 @@ class Machine:
 
     def lanes_on(self) -> NDArray[np.bool_]:
         """Lanes [W, L] that may be active now."""
-        on = np.broadcast_to(symbolic.possible(self.exec), (self.waves, self.lanes))
-        return on if self.active is None else on & self.active
+        if self._on is None:
+            on = np.broadcast_to(symbolic.possible(self.exec), (self.waves, self.lanes))
+            self._on = on if self.active is None else on & self.active
+        return self._on
+
+    def seen(self, value: Value) -> Value:
+        """`value` as the active lanes see it."""
+        if not isinstance(value, Node) or value.op not in ("select", "mix", "and.b1"):
+            return value
+        return symbolic.assume(value, self.lanes_on(), self.facts)
 
     def set_exec(self, value: Value) -> None:
         if self.active is not None:
             value = symbolic.lane_mix(self.active, value, self.exec)
         if not isinstance(value, Node):
             value = np.broadcast_to(value, (self.waves, self.lanes))
-        self.exec = value
+        self.exec, self._on = value, None
         self.facts = symbolic.conjuncts(value)
         while self.regions and self.regions[-1][0] not in self.facts:
             _, written = self.regions.pop()
@@ -158,7 +172,13 @@ class Machine:
         value = self.registers[kind].get(index)
         if value is None:
             return symbolic.unknown(f"{kind}{index} before anything was written to it", 32)
-        return symbolic.assume(value, self.exec, self.facts) if kind != "s" else value
+        return self.seen(value) if kind != "s" else self._scalar(value)
+
+    def _scalar(self, value: Value) -> Value:
+        """A scalar as the running waves see it."""
+        if self.active is None or not isinstance(value, Node) or value.op != "mix":
+            return value
+        return symbolic.assume(value, self.active, set())
 
     def _mask_word(self, mask: Value, word: int) -> NDArray:
         if isinstance(mask, Node):
@@ -229,7 +249,7 @@ class Machine:
         if operand.index == EXEC:
             return self.exec
         if operand.index in self.masks:
-            return symbolic.assume(self.masks[operand.index], self.exec, self.facts)
+            return self.seen(self.masks[operand.index])
         bits = np.arange(self.lanes)
         words = [self.register("s", operand.index + word) for word in range(self.mask_words)]
         if any(isinstance(word, Node) for word in words):
@@ -288,8 +308,10 @@ class Machine:
             if index in (EXEC, EXEC + 1):
                 raise Unmodelled("half of the execution mask is written")
             self._forget(index, 1)
-            old = self.registers["s"].get(index)
-            if self.active is not None and old is not None:
+            if self.active is not None:
+                old = self.registers["s"].get(index)
+                if old is None:
+                    old = symbolic.unknown(f"s{index} before anything was written to it", 32)
                 value = symbolic.lane_mix(self.active, value, old)
             self.registers["s"][index] = value
             self._note(index)
@@ -316,7 +338,7 @@ class Machine:
         if semantic is None:
             raise Unmodelled(f"operation {name}")
         bits = BITS[semantic.out]
-        if name == "pass.u32":
+        if name in ("pass.u32", "pass.u64"):
             return args[0]
         if any(isinstance(arg, Node) for arg in args):
             return symbolic.make(name, bits, args)

@@ -7,8 +7,8 @@ configurations compute the same bits at an output element for every input if the
 NaN counts as one value, since its payload is nobody's contract.
 
 Only identities that hold for every bit pattern (NaN payloads aside) are applied before hashing: commutativity
-of +, *, fma and the symmetric comparisons, signs that multiplication carries outwards, the two halves of
-a register put back together, and selects whose condition is known.
+of +, *, fma and the symmetric comparisons, signs that multiplication carries outwards, ldexp by a constant as a multiplication, the two halves of a register
+put back together, and selects whose condition is known.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def possible(value: Value) -> NDArray[np.bool_]:
     return np.ones((1, 1), np.bool_)
 
 
-def assume(value: Value, condition: Value, facts: set[Value]) -> Value:
-    """`value` as seen in lanes where `condition`, whose conjuncts are `facts`, holds."""
+def assume(value: Value, lanes: NDArray[np.bool_], facts: set[Value]) -> Value:
+    """`value` as seen in `lanes` only, in which all of `facts` hold."""
     while isinstance(value, Node):
         if value.op == "select" and value.args[0] in facts:
             value = value.args[1]
@@ -290,7 +290,6 @@ def assume(value: Value, condition: Value, facts: set[Value]) -> Value:
         elif value.op == "and.b1" and value.args[1] in facts:
             value = value.args[0]
         elif value.op == "mix":
-            lanes = possible(condition)
             if not (lanes & ~value.args[0]).any():
                 value = value.args[1]
             elif not (lanes & value.args[0]).any():
@@ -355,9 +354,22 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
         return args[0].args[0]  # type: ignore[union-attr]
     elif op.startswith("abs.") and isinstance(args[0], Node) and args[0].op in (op, f"neg.{kind}"):
         return make(op, bits, args[0].args)
+    elif op in ("ldexp.f32", "ldexp.f64"):
+        power = _power_of_two(kind, args[1])
+        if power is not None:
+            return make(f"mul.{kind}", bits, (args[0], power))
     elif op.startswith(("mul.f", "fma.f")):
         return _product(op, kind, bits, args)
     return _plain(op, bits, args)
+
+
+def _power_of_two(kind: str, exponent: Value) -> Value | None:
+    """2**exponent if that is one normal number: multiplying by it rounds once, as ldexp does."""
+    if isinstance(exponent, Node) or (exponent != exponent.flat[0]).any():
+        return None
+    number = int(exponent.flat[0].astype(np.int32))
+    bias, shift = (127, 23) if kind == "f32" else (1023, 52)
+    return _const((number + bias) << shift, int(kind[1:])) if -bias < number <= bias else None
 
 
 def _product(op: str, kind: str, bits: int, args: tuple[Value, ...]) -> Value:

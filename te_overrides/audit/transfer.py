@@ -213,7 +213,7 @@ def _scratch(machine: Machine, instruction: Instruction) -> None:
         else:
             if at not in machine.scratch:
                 raise Unmodelled("scratch read before anything was written to it")
-            found = symbolic.assume(machine.scratch[at], machine.exec, machine.facts)
+            found = machine.seen(machine.scratch[at])
             machine.write(data, found, word)
 
 

@@ -85,7 +85,10 @@ def _shift(fn, mask):  # noqa: ANN001, ANN202
     return lambda a, s: fn(a, (s & _U32(mask)).astype(a.dtype))
 
 
-SEMANTICS: dict[str, Semantic] = {"pass.u32": Semantic(lambda a: a, "u32", ("u32",))}
+SEMANTICS: dict[str, Semantic] = {
+    "pass.u32": Semantic(lambda a: a, "u32", ("u32",)),
+    "pass.u64": Semantic(lambda a: a, "u64", ("u64",)),
+}
 for _kind in ("u16", "u32", "u64"):
     _signed, _two, _mask = "i" + _kind[1:], (_kind, _kind), int(_kind[1:]) - 1
     SEMANTICS |= {
@@ -135,6 +138,7 @@ SEMANTICS |= {
 # Opcodes that are one operation, for vector and scalar registers.
 ALU: dict[str, AluSpec] = {
     "v_mov_b32": AluSpec("pass.u32", (1,)),
+    "v_mov_b64": AluSpec("pass.u64", (1,)),
     "v_accvgpr_read_b32": AluSpec("pass.u32", (1,)),
     "v_accvgpr_write_b32": AluSpec("pass.u32", (1,)),
     "v_accvgpr_mov_b32": AluSpec("pass.u32", (1,)),
