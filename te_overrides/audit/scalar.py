@@ -281,8 +281,9 @@ def _saveexec(machine: Machine, instruction: Instruction) -> None:
         value = _combine("andn2", old, source)
     else:
         value = _combine(name, source, old)
-    machine.write_mask(destination, old)
+    # In this order: a region that ends here ends before the register is written.
     machine.set_exec(value)
+    machine.write_mask(destination, old)
     _set_scc(machine, _any_lane(machine, value))
 
 

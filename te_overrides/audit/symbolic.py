@@ -254,6 +254,12 @@ def invert(value: Value) -> Value:
     return make("not.b1", 1, (value,)) if isinstance(value, Node) else ~value
 
 
+def _logical(op: str, left: Value, right: Value) -> Value:
+    if isinstance(left, Node) or isinstance(right, Node):
+        return make(op, 1, (left, right))
+    return {"and.b1": np.logical_and, "or.b1": np.logical_or, "xor.b1": np.logical_xor}[op](left, right)
+
+
 def conjuncts(value: Value) -> set[Value]:
     """Nodes that hold wherever `value` does."""
     if not isinstance(value, Node):
@@ -315,6 +321,15 @@ def _boolean(op: str, args: tuple[Value, ...]) -> Value | None:
         return None
     for value, other in (args, args[::-1]):
         if isinstance(other, Node):
+            if other.op == "mix":
+                known, yes, no = other.args
+                return lane_mix(
+                    known,
+                    _logical(op, _under(known, value, 1), yes),
+                    _logical(op, _under(known, value, 2), no),
+                )
+            if other.op == "not.b1" and other.args[0] is value:
+                return _const(op != "and.b1", 1)
             continue
         if op == "and.b1":
             return lane_mix(other, value, _const(0, 1))
@@ -364,12 +379,20 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
 
 
 def _power_of_two(kind: str, exponent: Value) -> Value | None:
-    """2**exponent if that is one normal number: multiplying by it rounds once, as ldexp does."""
-    if isinstance(exponent, Node) or (exponent != exponent.flat[0]).any():
+    """2**exponent if that is a normal number in every lane: multiplying by it rounds once, as ldexp does."""
+    if isinstance(exponent, Node):
+        if exponent.op not in ("select", "mix"):
+            return None
+        condition, *sides = exponent.args
+        powers = [_power_of_two(kind, side) for side in sides]
+        if powers[0] is None or powers[1] is None:
+            return None
+        return _select(condition, powers[0], powers[1])
+    bias, shift, dtype = (127, 23, np.uint32) if kind == "f32" else (1023, 52, np.uint64)
+    number = exponent.view(np.int32)
+    if ((number <= -bias) | (number > bias)).any():
         return None
-    number = int(exponent.flat[0].astype(np.int32))
-    bias, shift = (127, 23) if kind == "f32" else (1023, 52)
-    return _const((number + bias) << shift, int(kind[1:])) if -bias < number <= bias else None
+    return (number + bias).astype(dtype) << dtype(shift)
 
 
 def _product(op: str, kind: str, bits: int, args: tuple[Value, ...]) -> Value:
