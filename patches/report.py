@@ -1,5 +1,5 @@
-"""What status, check, explain and pin look at: declarations against the code that is installed, without "
-"importing it."""
+"""What status, check, explain and pin look at: declarations against the code that is installed, without
+importing it."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def _actor(
     dtype: torch.dtype,
     mode: str,
 ) -> dict[int, dict[str, Any]]:
-    """A reference runs, other shapes pass through it, then an actor from the same checkpoint runs in the same "
-    "process."""
+    """A reference runs, other shapes pass through it, then an actor from the same checkpoint runs in the same
+    process."""
     import step0_model
 
     _run_model(reference, layout, tokens[:1], functions)

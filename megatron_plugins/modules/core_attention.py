@@ -14,7 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import layout_of
 from patches.errors import NotCoveredError
-from te_overrides.kernels.attention.context_parallel import context_parallel_attention
+from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
+from te_overrides.kernels.eager import eager_only
 
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False}
 
@@ -62,6 +63,7 @@ class DeterministicCoreAttention(torch.nn.Module):
         window = getattr(config, "window_size", None)
         self.window = tuple(window) if window is not None else None
 
+    @eager_only
     def forward(
         self,
         query: torch.Tensor,
@@ -99,7 +101,28 @@ class DeterministicCoreAttention(torch.nn.Module):
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any, causal: bool
     ) -> torch.Tensor:
-        raise NotCoveredError(
-            f"packed sequences (qkv_format={getattr(packed, 'qkv_format', None)!r}) reached the core attention: "
-            f"the order of token sums over packed rows is not settled for this module yet. Pass padded [b, s] batches."
+        """[t, 1, heads, d] or [t, heads, d] rows of several sequences, one after the other -> [t, 1, heads * d]."""
+        if packed.qkv_format != "thd":
+            raise NotCoveredError(
+                f"packed_seq_params.qkv_format={packed.qkv_format!r}: packed sequences are laid out as 'thd'."
+            )
+        if self.layout.cp_size > 1:
+            raise NotCoveredError(
+                f"packed sequences at context_parallel_size={self.layout.cp_size}: attention would be the same, but "
+                "weight gradients need the order of packed rows over ranks, which linears are not told. Pack at CP=1, "
+                "or pass padded [b, s] batches."
+            )
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        out, _lse = packed_attention(
+            q,
+            k,
+            v,
+            cu_seqlens=packed.cu_seqlens_q,
+            cu_seqlens_padded=getattr(packed, "cu_seqlens_q_padded", None),
+            cp_group=None,
+            layout=self.layout.cp_layout,
+            causal=causal,
+            softmax_scale=self.softmax_scale,
+            window=self.window,
         )
+        return out.reshape(out.shape[0], 1, -1)

@@ -11,6 +11,7 @@ from megatron_plugins.collectives.ownership import embedding_weight_gradient, ga
 from megatron_plugins.modules.gradient_accumulation import deliver
 from megatron_plugins.parallel_layout import ParallelLayout
 from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
+from te_overrides.kernels.eager import eager_only
 
 
 class _Lookup(torch.autograd.Function):
@@ -44,12 +45,14 @@ class _Lookup(torch.autograd.Function):
         return None, deliver(weight, total, fused=False), None, None, None
 
 
-class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
+class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):
     """Megatron's VocabParallelEmbedding; same parameters and checkpoints. Takes over upstream instances."""
 
     layout: ParallelLayout
 
+    @eager_only
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """input_ [B, s] token ids -> [B, s, C], or [s / TP, B, C] with ``reduce_scatter_embeddings``."""
         scatter = bool(self.reduce_scatter_embeddings)
-        return _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, self.layout)  # type: ignore[no-any-return]
+        out: torch.Tensor = _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, self.layout)
+        return out

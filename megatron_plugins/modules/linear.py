@@ -18,6 +18,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
 from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm.reference import lane_tree, one_lane
 
 
@@ -127,7 +128,7 @@ class _GatherColumns(torch.autograd.Function):
         return grads[0][..., start : start + ctx.width].contiguous(), None
 
 
-class DeterministicColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+class DeterministicColumnParallelLinear(ColumnParallelLinear):
     """Megatron's ColumnParallelLinear with layout-invariant arithmetic. Same constructor, parameters, checkpoints."""
 
     gradient_segments = 1
@@ -146,6 +147,7 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):  # type: ignore[m
         require_supported(self.config, is_expert=self.is_expert)
         self.layout = layout_of(self.config, self.tp_group)
 
+    @eager_only
     def forward(
         self,
         input_: torch.Tensor,
@@ -156,45 +158,24 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):  # type: ignore[m
         """input_ [s(/TP), B, K] -> ([s, B, N / TP] or [s, B, N] when gathered, bias or None)."""
         weight = self.weight if weight is None else weight
         if weight is None or tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
+            want = (self.output_size_per_partition, self.input_size)
+            found = None if weight is None else tuple(weight.shape)
             raise ValueError(
-                f"{type(self).__name__} needs a weight of shape {(self.output_size_per_partition, "
-                f"self.input_size)}, got {None if weight is None else tuple(weight.shape)}: pass `weight=` when "
-                f"the layer allocates none."
-           
-           
-           
-           
-           
+                f"{type(self).__name__} needs a weight of shape {want}, got {found}: pass `weight=` when the layer "
+                "allocates none."
             )
-       
-        out
-        = _ColumnParallel.apply(
+        out = _ColumnParallel.apply(
             input_, weight, self.layout, self.gradient_segments, self.config.gradient_accumulation_fusion
         )
-        if self.bias is not None and not
-       
-       
-       
-       
-        self.skip_bias_add:
+        if self.bias is not None and not self.skip_bias_add:
             out = BiasAdd.apply(out, self.bias, self.layout, False)
-        gather = self.gather_output if
-        runtime_gather_output is None else runtime_gather_output if gather and self.layout.tp_size >
-       
-       
-       
-       
-        1:
-            out = _GatherColumns.apply(out,
-           
-           
-           
-           
-            self.layout)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather and self.layout.tp_size > 1:
+            out = _GatherColumns.apply(out, self.layout)
         return out, (self.bias if self.skip_bias_add else None)
 
 
-class DeterministicRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+class DeterministicRowParallelLinear(RowParallelLinear):
     """Megatron's RowParallelLinear with the eight-lane tree. Same constructor, parameters, checkpoints."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
@@ -205,6 +186,7 @@ class DeterministicRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
             # A skipped bias is added by the residual add, which needs to know how its tokens lie.
             self.bias.deterministic_layout = self.layout
 
+    @eager_only
     def forward(self, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """input_ [s, B, K / TP] -> ([s(/TP), B, N], bias or None)."""
         if not self.input_is_parallel and self.layout.tp_size > 1:

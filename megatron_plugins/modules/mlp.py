@@ -11,10 +11,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.linear import BiasAdd, DeterministicColumnParallelLinear
 from patches.errors import NotCoveredError
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.swiglu.reference import SwiGLU
 
 
-class DeterministicMLP(MLP):  # type: ignore[misc]
+class DeterministicMLP(MLP):
     """Megatron's MLP; SwiGLU by the contract.
 
     Raises:
@@ -45,6 +46,7 @@ class DeterministicMLP(MLP):  # type: ignore[misc]
             )
         self.linear_fc1.gradient_segments = 2
 
+    @eager_only
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -56,4 +58,5 @@ class DeterministicMLP(MLP):  # type: ignore[misc]
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)
-        return self.linear_fc2(SwiGLU.apply(packed))  # type: ignore[no-any-return,no-untyped-call]
+        out, output_bias = self.linear_fc2(SwiGLU.apply(packed))
+        return out, output_bias

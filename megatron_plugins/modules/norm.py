@@ -16,6 +16,7 @@ from megatron_plugins.collectives.ownership import vector_gradient
 from megatron_plugins.modules.gradient_accumulation import deliver
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.rmsnorm.reference import rmsnorm, rmsnorm_backward
 
 
@@ -70,6 +71,7 @@ class DeterministicRMSNorm(torch.nn.Module):
     def _groups(self) -> int | None:
         return None
 
+    @eager_only
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H] -> the same shape and dtype."""
         return _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered, self.layout, self._groups())  # type: ignore[no-any-return]

@@ -14,10 +14,12 @@ import torch
 from megatron_plugins.modules.linear import BiasAdd
 from megatron_plugins.parallel_layout import ParallelLayout
 from patches.errors import NotCoveredError
+from te_overrides.kernels.eager import eager_only
 
 BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
 
+@eager_only
 def _bias_dropout_add(
     x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
 ) -> torch.Tensor:

@@ -30,8 +30,10 @@ from patches.errors import NotCoveredError
     versions=">=0.14",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
+    from te_overrides.kernels.eager import eager_only
     from te_overrides.kernels.rope.reference import Rope
 
+    @eager_only
     def _apply_rotary_pos_emb_bshd(
         t: Any,
         freqs: Any,

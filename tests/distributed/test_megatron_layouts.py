@@ -44,8 +44,8 @@ def _prepare(length: int) -> Any:
 def run_layouts(
     rank: int, world: int, length: int, names: list[tuple[str, int, int, bool]]
 ) -> dict[str, Any]:
-    """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and "
-    "work done."""
+    """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and
+    work done."""
     step0_model = _prepare(length)
     from megatron.core import parallel_state
 
@@ -107,9 +107,56 @@ def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(
         print(
             f"{name}: multiply-adds a rank {work}, unsharded {want['flops']}; bytes sent {ranks[0][name]['bytes']}"
         )
-        assert sum(work) == want["flops"], (
-            f"{name}: ranks execute {sum(work)} multiply-adds, the job has {want['flops']}"
+        # Never more than the unsharded job; less where a rank's tiles happen to hold fewer hidden pairs.
+        assert 0.95 * want["flops"] <= sum(work) <= want["flops"], (
+            f"{name}: {sum(work)} against {want['flops']}"
         )
         assert max(work) <= 1.05 * want["flops"] / world, (
             f"{name}: one rank executes {max(work)} of {want['flops']}"
         )
+
+
+def run_compiled_and_packed(rank: int, world: int) -> dict[str, Any]:
+    """One unsharded model: eager, under torch.compile, and with two sequences packed into one row."""
+    step0_model = _prepare(128)
+    from types import SimpleNamespace
+
+    import step0_engine
+
+    layout = step0_model.Layout("TP1")
+    step0_model.initialize(layout)
+    model = step0_model.build(layout, torch.bfloat16, step0_engine._spec("deterministic"))
+    ids = step0_model.byte_tokens(ROOT / "docs", 1)[0, :, :-1]
+    positions = torch.arange(ids.shape[1]).expand(2, -1).contiguous()
+    mask = ~torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    seen: list[str] = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph.forward
+
+    with torch.no_grad():
+        eager = model(ids, positions, mask)
+        compiled = torch.compile(model, backend=record)(ids, positions, mask)
+        boundaries = torch.tensor([0, ids.shape[1], 2 * ids.shape[1]], dtype=torch.int32)
+        packing = SimpleNamespace(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            cu_seqlens_q_padded=None,
+            cu_seqlens_kv_padded=None,
+            max_seqlen_q=ids.shape[1],
+            max_seqlen_kv=ids.shape[1],
+            local_cp_size=None,
+            cp_group=None,
+        )
+        packed = model(ids.reshape(1, -1), positions.reshape(1, -1), None, packed_seq_params=packing)
+    return {"eager": eager, "compiled": compiled, "packed": packed.view(eager.shape), "operations": seen}
+
+
+def test_an_outer_compile_and_packing_change_no_bit() -> None:
+    got = run_ranks(1, run_compiled_and_packed, env={"DETERMINISTIC_ROCM": "invariant"})[0]
+    assert_equal_bits(got["compiled"], got["eager"], "logits under torch.compile")
+    assert_equal_bits(got["packed"], got["eager"], "logits of packed sequences")
+    # What the compiler was given holds none of the chains, which take thousands of operations.
+    assert len(got["operations"]) < 500, got["operations"]

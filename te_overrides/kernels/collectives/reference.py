@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from te_overrides.kernels.collectives.transport import all_gather, all_to_all, group_rank, group_size
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.tree.reference import balanced_tree
 
 
@@ -33,6 +34,7 @@ def check_sum_world(size: int) -> None:
         )
 
 
+@eager_only
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The balanced tree over ranks of `x`. Any shape and floating dtype; returns a new tensor on every rank.
 
@@ -45,6 +47,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor
     return balanced_tree(all_gather(x, group))
 
 
+@eager_only
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """This rank's slice along dim 0 of the balanced tree over ranks. A rank receives its own slice alone.
 
@@ -79,6 +82,7 @@ def even_cuts(size: int, parts: int) -> list[slice]:
     return cuts
 
 
+@eager_only
 def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], slice]:
     """All-to-all by columns: every rank's `x` restricted to the columns of its last dim that this rank owns.
 
@@ -104,6 +108,7 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
     return [r[..., : own.stop - own.start] for r in received], own
 
 
+@eager_only
 def owned(values: torch.Tensor, own: slice, size: int, dim: int = -1) -> torch.Tensor:
     """Zeros of `size` along `dim` with `values` (``+ 0.0``) at `own`: what a rank hands to a later sum over ranks."""
     shape = list(values.shape)
@@ -114,6 +119,6 @@ def owned(values: torch.Tensor, own: slice, size: int, dim: int = -1) -> torch.T
 
 
 def select_contribution(values: Sequence[torch.Tensor], owner: torch.Tensor) -> torch.Tensor:
-    """Per element, the value of the rank that `owner` names. `values`: one [...] tensor per rank; `owner`: "
-    "[...] int64."""
+    """Per element, the value of the rank that `owner` names. `values`: one [...] tensor per rank; `owner`:
+    [...] int64."""
     return torch.gather(torch.stack(list(values)), 0, owner.unsqueeze(0)).squeeze(0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.reference import select_contribution
 from te_overrides.kernels.collectives.transport import all_gather, group_rank, group_size
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm.reference import LANES, lanes_per_rank
 from te_overrides.kernels.portable_math.reference import exp, exp_f64, log_f64
 from te_overrides.kernels.tree.reference import balanced_tree, balanced_tree_dim
@@ -99,6 +100,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         return grad.to(ctx.logits_dtype), None, None, None  # type: ignore[attr-defined]
 
 
+@eager_only
 def vocab_parallel_log_prob(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -109,6 +111,7 @@ def vocab_parallel_log_prob(
     return VocabParallelLogProb.apply(logits, target, group, valid)  # type: ignore[no-any-return,no-untyped-call]
 
 
+@eager_only
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
 
+
+@eager_only
 def embedding_gradient(
     ids: torch.Tensor,  # [T] int64, canonical order
     grad: torch.Tensor,  # [T, C]

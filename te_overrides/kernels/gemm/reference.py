@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from te_overrides.kernels import accounting
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.tree.reference import balanced_tree
 
 LANES = 8
@@ -31,6 +32,7 @@ class LaneError(ValueError):
     """A contraction cannot be cut into the contract's lanes."""
 
 
+@eager_only
 def chain(
     a: torch.Tensor,  # [M, K]
     b: torch.Tensor,  # [N, K]
@@ -65,6 +67,7 @@ def chain(
     return acc
 
 
+@eager_only
 def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """``A @ B^T`` as one chain, rounded once to `dtype` (default: the dtype of `a`). Shapes as in `chain`."""
     return chain(a, b).to(dtype or a.dtype)
@@ -104,6 +107,7 @@ def cut_lanes(k_size: int, count: int, what: str = "K") -> list[slice]:
     return [slice(i * width, (i + 1) * width) for i in range(count)]
 
 
+@eager_only
 def lane_tree(
     a: torch.Tensor,  # [M, K of this rank]
     b: torch.Tensor,  # [N, K of this rank]

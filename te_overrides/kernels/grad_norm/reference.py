@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
+
 _LOWEST = -298  # exponent of the square of the smallest float32 subnormal
 _BINS = 2 * 128 - _LOWEST + 1
 _HALF = 27
@@ -21,6 +23,7 @@ class NonFiniteError(ArithmeticError):
     """A gradient holds NaN or infinity: there is no norm to speak of."""
 
 
+@eager_only
 def square_bins(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Bins of the exact sum of squares. Returns int64 [_BINS, 2]; add bins of several ranks with integer addition.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.tree.reference import balanced_tree_dim
 
 GRANULE = 16
@@ -34,6 +35,7 @@ def check_run(positions: int, shared: bool, what: str) -> None:
         )
 
 
+@eager_only
 def granule_partials(terms: torch.Tensor) -> torch.Tensor:
     """Chain inside every granule.
 
@@ -62,6 +64,7 @@ def granule_partials(terms: torch.Tensor) -> torch.Tensor:
     return acc
 
 
+@eager_only
 def sum_granules(partials: torch.Tensor) -> torch.Tensor:
     """The balanced tree over all granules in canonical order.
 

@@ -24,54 +24,65 @@ from collections.abc import Callable
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.portable_math import constants as c
 
 
+@eager_only
 def exp(x: torch.Tensor) -> torch.Tensor:
     """e^x; float32 in and out."""
     return _through_float64(exp_f64, x)
 
 
+@eager_only
 def exp2(x: torch.Tensor) -> torch.Tensor:
     """2^x; float32 in and out, exact at integers."""
     return _through_float64(exp2_f64, x)
 
 
+@eager_only
 def log(x: torch.Tensor) -> torch.Tensor:
     """ln x; float32 in and out."""
     return _through_float64(log_f64, x)
 
 
+@eager_only
 def log1p(x: torch.Tensor) -> torch.Tensor:
     """ln(1 + x); float32 in and out."""
     return _through_float64(log1p_f64, x)
 
 
+@eager_only
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + e^-x); float32 in and out."""
     return _through_float64(sigmoid_f64, x)
 
 
+@eager_only
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + e^-x); float32 in and out."""
     return _through_float64(silu_f64, x)
 
 
+@eager_only
 def rsqrt(x: torch.Tensor) -> torch.Tensor:
     """1 / sqrt(x); float32 in and out."""
     return _through_float64(rsqrt_f64, x)
 
 
+@eager_only
 def cos(x: torch.Tensor) -> torch.Tensor:
     """cos x, x in radians, NaN for |x| > 2^20; float32 in and out."""
     return _through_float64(cos_f64, x)
 
 
+@eager_only
 def sin(x: torch.Tensor) -> torch.Tensor:
     """sin x, x in radians, NaN for |x| > 2^20; float32 in and out."""
     return _through_float64(sin_f64, x)
 
 
+@eager_only
 def exp_f64(x: torch.Tensor) -> torch.Tensor:
     """e^x; float64 in and out. x = k ln 2 + r, |r| <= ln 2 / 2."""
     _require(x, torch.float64)
@@ -82,6 +93,7 @@ def exp_f64(x: torch.Tensor) -> torch.Tensor:
     return _scale(_exp_of_remainder(r), k_bits)
 
 
+@eager_only
 def exp2_f64(x: torch.Tensor) -> torch.Tensor:
     """2^x; float64 in and out. x = k + r, |r| <= 1/2."""
     _require(x, torch.float64)
@@ -91,6 +103,7 @@ def exp2_f64(x: torch.Tensor) -> torch.Tensor:
     return _scale(_exp_of_remainder((x - k) * c.LN2), k_bits)
 
 
+@eager_only
 def log_f64(x: torch.Tensor) -> torch.Tensor:
     """ln x; float64 in and out. x = 2^k (1 + f), 1 + f in [sqrt(1/2), sqrt(2))."""
     _require(x, torch.float64)
@@ -104,6 +117,7 @@ def log_f64(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x < 0.0, float("nan"), value)
 
 
+@eager_only
 def log1p_f64(x: torch.Tensor) -> torch.Tensor:
     """ln(1 + x); float64 in and out. While 1 + x stays within a factor sqrt(2) of 1, x itself is f: nothing is lost."""
     _require(x, torch.float64)
@@ -117,22 +131,26 @@ def log1p_f64(x: torch.Tensor) -> torch.Tensor:
     return torch.where(sum_ < 0.0, float("nan"), value)
 
 
+@eager_only
 def sigmoid_f64(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + e^-x); float64 in and out."""
     return torch.ones_like(x) / (exp_f64(-x) + 1.0)
 
 
+@eager_only
 def silu_f64(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + e^-x); float64 in and out."""
     return x / (exp_f64(-x) + 1.0)
 
 
+@eager_only
 def rsqrt_f64(x: torch.Tensor) -> torch.Tensor:
     """1 / sqrt(x); float64 in and out."""
     _require(x, torch.float64)
     return torch.ones_like(x) / torch.sqrt(x)
 
 
+@eager_only
 def cos_f64(x: torch.Tensor) -> torch.Tensor:
     """cos x; float64 in and out, NaN for |x| > 2^20."""
     quadrant, sine, cosine = _quadrant_sine_cosine(x)
@@ -140,6 +158,7 @@ def cos_f64(x: torch.Tensor) -> torch.Tensor:
     return _within_trig_limit(x, torch.where(((quadrant + 1) & 2) == 0, value, -value))
 
 
+@eager_only
 def sin_f64(x: torch.Tensor) -> torch.Tensor:
     """sin x; float64 in and out, NaN for |x| > 2^20."""
     quadrant, sine, cosine = _quadrant_sine_cosine(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.tree.reference import balanced_tree_dim
 
 
@@ -17,6 +18,7 @@ def _effective_weight(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor
     return torch.add(w, 1.0) if zero_centered else w
 
 
+@eager_only
 def rstd_of(x: torch.Tensor, eps: float) -> torch.Tensor:
     """``1 / sqrt(mean(x^2) + eps)`` of each row. `x`: [..., H] -> [..., 1] float32."""
     x32 = x.to(torch.float32)
@@ -25,6 +27,7 @@ def rstd_of(x: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.div(1.0, torch.sqrt(torch.add(mean, eps))).to(torch.float32)
 
 
+@eager_only
 def rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,6 +41,7 @@ def rmsnorm(
     return y, rstd
 
 
+@eager_only
 def rmsnorm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, zero_centered: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import torch
 
+from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.portable_math.reference import sigmoid, silu
 
 
+@eager_only
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Forward. `gate`, `up`: same shape and dtype; returns that shape and dtype."""
     return torch.mul(silu(gate.to(torch.float32)), up.to(torch.float32)).to(gate.dtype)
 
 
+@eager_only
 def swiglu_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
