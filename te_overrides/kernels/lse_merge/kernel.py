@@ -254,7 +254,6 @@ def _out_kernel(
     if FORM == _MERGE:
         # Rounded to the accumulator before the weights look at it, as the separate functions do.
         joined = _merged(old, step).to(old_ptr.dtype.element_ty)
-        tl.store(old_at, joined, mask=row_inside)
         new = joined.to(tl.float64)
     else:
         new = _read_lse(
@@ -291,6 +290,11 @@ def _out_kernel(
         tl.store(out_at, to_bfloat16(result), mask=inside)
     else:
         tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=inside)
+    if FORM == _MERGE:
+        # Several threads hold the same row and each has read its LSE for itself. Only now, with every output computed
+        # from what was read, may one of them overwrite it.
+        tl.debug_barrier()
+        tl.store(old_at, joined, mask=row_inside)
 
 
 # What the device's inline assembly is written in; Triton's interpreter has none.
