@@ -294,7 +294,8 @@ def merge_float64_operations() -> int | None:
     lse = torch.zeros(kernel.MERGE_BLOCK, device="cuda")
     compiled = kernel._merge_kernel[(1,)](
         lse, lse.clone(), 0, 0, 1, 0, 0, 1, 1, lse.numel(), 1,
-        BLOCK=kernel.MERGE_BLOCK, num_warps=kernel.MERGE_WARPS, num_stages=1, enable_fp_fusion=False,
+        BLOCK=kernel.MERGE_BLOCK, num_warps=kernel.MERGE_THREADS // kernel.threads_of_a_warp(), num_stages=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     try:
         text = compiled.asm["sass"] if "cubin" in compiled.asm else compiled.asm["amdgcn"]
@@ -302,7 +303,7 @@ def merge_float64_operations() -> int | None:
         print(f"  machine code not shown ({error}); no float64 roof", file=sys.stderr)
         return None
     found = re.findall(r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\bv_(?:add|mul|fma|fmac|cmp\w*)_f64", text)
-    return round(len(found) / (kernel.MERGE_BLOCK / (32 * kernel.MERGE_WARPS)))
+    return round(len(found) / (kernel.MERGE_BLOCK / kernel.MERGE_THREADS))
 
 
 def upstream_functions(sources: Path | None) -> Any:
@@ -323,11 +324,27 @@ def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
         rows.append(speed_of(megabytes, upstream, rate, operations))
         print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     return {
+        "columns_at_a_time": columns_at_a_time(),
         "float64_operations_per_second": rate,
         "float64_operations_per_merged_element": operations,
         "upstream": "not run: no --te-sources" if sources is None else str(sources.name),
         "rows": rows,
     }
+
+
+def columns_at_a_time() -> dict[int, float]:
+    """Milliseconds of the fused pass at 256 MB by the one free number of its launch; the bits do not depend on it."""
+    from te_overrides.kernels.lse_merge import kernel
+
+    s = 256 * 2**20 // (2 * HEADS * D)
+    out, step_out = (torch.randn(1, s, HEADS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lse, step = (torch.randn(1, HEADS, s, device="cuda") for _ in range(2))
+    chosen, found = kernel.OUT_COLUMNS, {}
+    for columns in (16, 32, 64, 128):
+        kernel.OUT_COLUMNS = columns
+        found[columns] = bench(lambda: ops.merge_(out, lse, step_out, step, 1))
+    kernel.OUT_COLUMNS = chosen
+    return found
 
 
 def speed_of(megabytes: int, upstream: Any, rate: float, operations: int | None) -> dict[str, float]:

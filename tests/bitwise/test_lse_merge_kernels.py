@@ -17,6 +17,7 @@ from te_overrides.kernels.lse_merge import ops, reference
 from upstream_wheels import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+kernel = pytest.importorskip("te_overrides.kernels.lse_merge.kernel")
 
 
 def test_every_kernel_equals_its_reference_in_the_interpreter() -> None:
@@ -40,18 +41,16 @@ def _compiled(arch: str, form: int | None, out: str = "bf16", lse: str = "fp32")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from te_overrides.kernels.lse_merge import kernel
-
     function = kernel._merge_kernel if form is None else kernel._out_kernel
     constants: dict[str, Any]
     if form is None:
         constants = {"BLOCK": kernel.MERGE_BLOCK, "lse_stride_2": 1, "step_stride_2": 1}
         pointers = {"lse_ptr": lse, "step_ptr": "fp32"}
-        sizes, warps = ("size_1", "size_2", "blocks"), kernel.MERGE_WARPS
+        sizes, warps = ("size_1", "size_2", "blocks"), kernel.MERGE_THREADS // 64
     else:
         constants = {
-            "FORM": form, "WIDE": lse == "fp64", "ASSEMBLY": "amdgcn", "BLOCK_ROWS": kernel.OUT_TILE // 128,
-            "BLOCK_COLUMNS": 128, "out_stride_3": 1, "step_out_stride_3": 1,
+            "FORM": form, "WIDE": lse == "fp64", "BLOCK_ROWS": kernel.OUT_ROWS, "BLOCK_COLUMNS": kernel.OUT_COLUMNS,
+            "COLUMN_BLOCKS": 128 // kernel.OUT_COLUMNS, "WHOLE": True, "out_stride_3": 1, "step_out_stride_3": 1,
         }  # fmt: skip
         pointers = {
             "out_ptr": out,
@@ -59,7 +58,7 @@ def _compiled(arch: str, form: int | None, out: str = "bf16", lse: str = "fp32")
             **dict.fromkeys(("old_ptr", "new_ptr"), lse),
             "step_ptr": "fp32",
         }
-        sizes, warps = ("rows", "size_1", "size_2", "columns"), kernel.OUT_WARPS
+        sizes, warps = ("rows", "size_1", "size_2", "columns"), kernel.OUT_ROWS // 64
     signature = {
         name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i64"
         for name in function.arg_names
@@ -95,8 +94,11 @@ def test_compiled_for_amd_nothing_spills_is_contracted_or_computed_twice(arch: s
     divisions = len(re.findall(r"\bv_div_fmas_f64", assembly))
     # The division's own refinement steps are the only fused operations, and there are five of them in each.
     assert len(re.findall(r"\bv_fmac?_f64", assembly)) == 5 * divisions
-    elements_per_thread = 512 // (4 * 64)
-    assert divisions == {None: elements_per_thread, 3: 1}.get(form, 0), "a weight is computed more than once"
+    elements_per_thread = kernel.MERGE_BLOCK // kernel.MERGE_THREADS
+    assert divisions == {None: elements_per_thread, 3: 1}.get(form, 0), "a merge is computed more than once"
+    # Clamped from below once: how often a thread computes an exp.
+    exponentials = len(re.findall(r"\bv_cmp_nlt_f64", assembly)) if form in (0, 1, 2) else None
+    assert exponentials in (None, 2 if form == 2 else 1), "a weight is computed more than once"
 
 
 def _operands() -> tuple[torch.Tensor, ...]:

@@ -12,6 +12,8 @@ Every function takes what the reference takes and raises what it raises. Use `op
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,11 @@ from te_overrides.kernels.lse_merge import reference
 from te_overrides.kernels.portable_math.kernel import exp_f64, log1p_of_unit_f64
 from te_overrides.kernels.rounding.kernel import to_bfloat16
 
-# Elements of a program of the merge alone, rows of the shortest output tile, elements of an output tile; warps.
-MERGE_BLOCK, MERGE_WARPS = 512, 4
-OUT_TILE, OUT_WARPS = 8192, 8
+# The launch table. The merge alone: elements of a program, threads. Outputs: rows of a program, which are its threads,
+# and columns taken at a time. One thread for each row matters: with more threads than rows Triton recomputes a row's
+# float64 weights in every thread that holds columns of the row, sixteen times the arithmetic, to save one exchange.
+MERGE_BLOCK, MERGE_THREADS = 512, 128
+OUT_ROWS, OUT_COLUMNS = 128, 64
 
 SCALE, ADD, RESCALE, MERGE = 0, 1, 2, 3
 """Forms of the output kernel: out = w step; out += w step; out = w' out + w step; the same with the LSE merged."""
@@ -48,7 +52,7 @@ def merge_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) ->
     with torch.cuda.device_of(softmax_lse):
         _merge_kernel[(first * second * blocks,)](
             lse, step, *lse.stride(), *step.stride(), second, length, blocks,
-            BLOCK=MERGE_BLOCK, num_warps=MERGE_WARPS, num_stages=1, enable_fp_fusion=False,
+            BLOCK=MERGE_BLOCK, num_warps=MERGE_THREADS // threads_of_a_warp(), num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -142,20 +146,26 @@ def _correct(
     # [b, h, s] seen in the order of the output's first three dimensions.
     old, new, step = (lse.movedim(2, seq_dim) for lse in (old_lse, new_lse, step_lse))
     columns = out.shape[-1]
-    block_columns = triton.next_power_of_2(columns)
-    block_rows = max(1, OUT_TILE // block_columns)
+    block_columns = min(OUT_COLUMNS, triton.next_power_of_2(columns))
     rows = out.numel() // columns
     if rows > 2**31 - 1:
         raise ValueError(f"LSE merge: {rows} rows of output; at most 2^31 - 1 are addressed in one launch")
     with torch.cuda.device_of(out):
-        _out_kernel[(triton.cdiv(rows, block_rows),)](
+        _out_kernel[(triton.cdiv(rows, OUT_ROWS),)](
             out, out_per_step, old, new, step,
             *out.stride(), *out_per_step.stride(), *old.stride(), *new.stride(), *step.stride(),
             rows, out.shape[1], out.shape[2], columns,
             FORM=form, WIDE=torch.float64 in {x.dtype for x in (out, out_per_step, old, new, step)},
-            ASSEMBLY=ASSEMBLY, BLOCK_ROWS=block_rows, BLOCK_COLUMNS=block_columns,
-            num_warps=OUT_WARPS, num_stages=1, enable_fp_fusion=False,
+            BLOCK_ROWS=OUT_ROWS, BLOCK_COLUMNS=block_columns, COLUMN_BLOCKS=triton.cdiv(columns, block_columns),
+            WHOLE=columns % block_columns == 0,
+            num_warps=OUT_ROWS // threads_of_a_warp(), num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+@functools.cache
+def threads_of_a_warp() -> int:
+    """64 on the AMD GPUs of data centers, 32 on NVIDIA's; the interpreter does not care."""
+    return 64 if torch.version.hip else 32
 
 
 def _three_dimensions(x: torch.Tensor) -> torch.Tensor | None:
@@ -201,21 +211,6 @@ def _merge_kernel(
 
 
 @triton.jit
-def _once(x, ASSEMBLY: tl.constexpr):
-    """`x` unchanged, as something the compiler must not compute twice.
-
-    Left alone, Triton recomputes a row's float64 weight in every thread that holds columns of the row, sixteen times
-    the arithmetic, to save one exchange through shared memory.
-    """
-    if ASSEMBLY == "ptx":
-        return tl.inline_asm_elementwise("mov.f64 $0, $1;", "=d,d", [x], dtype=x.dtype, is_pure=False, pack=1)
-    elif ASSEMBLY == "amdgcn":
-        return tl.inline_asm_elementwise("", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-    else:
-        return x
-
-
-@triton.jit
 def _weighted(value, weight, no_keys, COMPUTE: tl.constexpr):
     """[R, C] value times [R] weight in COMPUTE; 0 in rows without keys, whatever they hold."""
     product = value.to(COMPUTE) * weight[:, None]
@@ -231,14 +226,12 @@ def _out_kernel(
     new_stride_0, new_stride_1, new_stride_2,
     step_stride_0, step_stride_1, step_stride_2,
     rows, size_1, size_2, columns,
-    FORM: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
-    column = tl.arange(0, BLOCK_COLUMNS).to(tl.int64)  # [C]
     row_inside = row < rows
-    inside = row_inside[:, None] & (column < columns)[None, :]
     # A row number has at most 31 bits: divide it as such.
     narrow = row.to(tl.int32)
     i0 = (narrow // (size_1 * size_2)).to(tl.int64)
@@ -264,38 +257,33 @@ def _out_kernel(
             )
         )
 
-    step_out_at = (
-        step_out_ptr
-        + (i0 * step_out_stride_0 + i1 * step_out_stride_1 + i2 * step_out_stride_2)[:, None]
-        + (column * step_out_stride_3)[None, :]
+    weight = exp_f64(step - new).to(COMPUTE)
+    old_weight = exp_f64(old - new).to(COMPUTE)
+    out_rows = out_ptr + (i0 * out_stride_0 + i1 * out_stride_1 + i2 * out_stride_2)[:, None]
+    step_out_rows = (
+        step_out_ptr + (i0 * step_out_stride_0 + i1 * step_out_stride_1 + i2 * step_out_stride_2)[:, None]
     )
-    out_at = (
-        out_ptr
-        + (i0 * out_stride_0 + i1 * out_stride_1 + i2 * out_stride_2)[:, None]
-        + (column * out_stride_3)[None, :]
-    )
-    weight = _once(exp_f64(step - new), ASSEMBLY).to(COMPUTE)
-    result = _weighted(tl.load(step_out_at, mask=inside, other=0.0), weight, step == -_INF, COMPUTE)
-    if FORM != _SCALE:
-        out = tl.load(out_at, mask=inside, other=0.0)
+    for block in tl.static_range(COLUMN_BLOCKS):
+        column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)  # [C]
+        # Without a comparison per column whole vectors are loaded at once.
+        inside = row_inside[:, None] if WHOLE else row_inside[:, None] & (column < columns)[None, :]
+        out_at = out_rows + (column * out_stride_3)[None, :]
+        step_out = tl.load(step_out_rows + (column * step_out_stride_3)[None, :], mask=inside, other=0.0)
+        result = _weighted(step_out, weight, step == -_INF, COMPUTE)
         if FORM == _ADD:
-            result = out.to(COMPUTE) + result
-        else:
-            old_weight = _once(exp_f64(old - new), ASSEMBLY).to(COMPUTE)
+            result = tl.load(out_at, mask=inside, other=0.0).to(COMPUTE) + result
+        elif FORM != _SCALE:
+            out = tl.load(out_at, mask=inside, other=0.0)
             result = _weighted(out, old_weight, old == -_INF, COMPUTE) + result
-    if out_ptr.dtype.element_ty != tl.float64:
-        # One rounding to float32 on the way from float64 to a 16-bit dtype, as the reference.
-        result = result.to(tl.float32)
-    if out_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(out_at, to_bfloat16(result), mask=inside)
-    else:
-        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=inside)
+        if out_ptr.dtype.element_ty != tl.float64:
+            # One rounding to float32 on the way from float64 to a 16-bit dtype, as the reference.
+            result = result.to(tl.float32)
+        if out_ptr.dtype.element_ty == tl.bfloat16:
+            tl.store(out_at, to_bfloat16(result), mask=inside)
+        else:
+            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=inside)
     if FORM == _MERGE:
-        # Several threads hold the same row and each has read its LSE for itself. Only now, with every output computed
-        # from what was read, may one of them overwrite it.
+        # Should several threads hold the same row, each has read its LSE for itself. Only now, with every output
+        # computed from what was read, may one of them overwrite it.
         tl.debug_barrier()
         tl.store(old_at, joined, mask=row_inside)
-
-
-# What the device's inline assembly is written in; Triton's interpreter has none.
-ASSEMBLY = "" if not isinstance(_out_kernel, triton.JITFunction) else "amdgcn" if torch.version.hip else "ptx"
