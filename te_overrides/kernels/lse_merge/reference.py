@@ -63,8 +63,12 @@ def correction_weight(softmax_lse_per_step: torch.Tensor, softmax_lse: torch.Ten
 def out_correction_init(
     out_init_step: torch.Tensor, softmax_lse: torch.Tensor, softmax_lse_init_step: torch.Tensor, seq_dim: int
 ) -> torch.Tensor:
-    """The first step's output weighted by the final LSE, as a new tensor (TransformerEngine 2.2 to 2.19)."""
-    return _weighted(out_init_step, softmax_lse_init_step, softmax_lse, seq_dim).to(out_init_step.dtype)
+    """The first step's output weighted by the final LSE, as a new tensor (TransformerEngine 2.2 to 2.19).
+
+    It has the strides of `out_init_step`: the caller goes on with a view of it.
+    """
+    weighted = _weighted(out_init_step, softmax_lse_init_step, softmax_lse, seq_dim)
+    return torch.empty_like(out_init_step).copy_(weighted)
 
 
 def out_correction_(
