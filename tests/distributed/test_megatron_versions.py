@@ -1,4 +1,4 @@
-"""The modules, specs and overrides fit every megatron-core release they claim: real model, four ranks, zero mismatches."""
+"""Modules, specs and overrides fit every megatron-core release they claim: a real model, four ranks, no mismatch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from upstream_wheels import MEGATRON_CORE, sources
 
 ROOT = Path(__file__).resolve().parents[2]
