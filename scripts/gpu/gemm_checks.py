@@ -1,10 +1,10 @@
 """The portable GEMM on this GPU: bits first, then time against the vendor library in the same run.
 
-    python scripts/gpu/gemm_checks.py [--json] [--no-times]
+    python scripts/gpu/gemm_checks.py [--json FILE] [--no-times]
 
-Bits: every launch entry and some tiles beyond the table, rows alone against rows in a batch, subtrees of TP ranks joined
-against the unsharded tree, K tails, packed segments, transposed operands, repeats. Exit status 1 when an element differs,
-2 without a GPU. Times are medians of CUDA events on random data; the ratio is ours over the library's.
+Bits: every launch entry and some tiles beyond the table, rows alone against rows in a batch, subtrees of TP ranks
+joined against the unsharded tree, K tails, packed segments, transposed operands, repeats. Exit status 1 when an element
+differs, 2 without a GPU. Times are medians of CUDA events on random data; the ratio is ours over the library's.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def bit_checks(arch: str) -> list[dict[str, Any]]:
     lanes = [one_lane(cut[2 * i], cut[2 * i + 1]) for i in range(8)]
     check("gate then up, lane by lane", packed, balanced_tree(lanes))
     x, y = randn(64, 256, dtype=torch.float32), randn(96, 256, dtype=torch.float32)
-    check("float32 is not TF32", one_lane(torch.ones(64, 1, device="cuda"), torch.arange(8192.0, device="cuda")[:, None]),
-          torch.arange(8192.0, device="cuda").expand(64, -1))  # fmt: skip
+    row = torch.arange(8192.0, device="cuda")
+    check("float32 is not TF32", one_lane(torch.ones(64, 1, device="cuda"), row[:, None]), row.expand(64, -1))
     check("float32, row alone", one_lane(x[3:4], y), one_lane(x, y)[3:4])
     return rows
 
