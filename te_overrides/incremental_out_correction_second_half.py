@@ -26,7 +26,7 @@ from patches import override
     versions=">=2.20",
 )
 def build(original: Callable[..., None]) -> Callable[..., None]:
-    from te_overrides.kernels.lse_merge.reference import incremental_second_half_out_correction_
+    from te_overrides.kernels.lse_merge.ops import incremental_second_half_out_correction_
 
     def flash_attn_fwd_incremental_second_half_out_correction(
         out: Any,

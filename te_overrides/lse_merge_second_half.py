@@ -27,7 +27,7 @@ from te_overrides.mended import native_lse_correction
     mended=lambda module: native_lse_correction(module, "flash_attn_fwd_second_half_softmax_lse_correction"),
 )
 def build(original: Callable[..., None]) -> Callable[..., None]:
-    from te_overrides.kernels.lse_merge.reference import merge_second_half_lse_
+    from te_overrides.kernels.lse_merge.ops import merge_second_half_lse_
 
     def flash_attn_fwd_second_half_softmax_lse_correction(
         softmax_lse: Any, softmax_lse_per_step: Any

@@ -26,7 +26,7 @@ from patches import override
     versions=">=2.3,<2.20",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
-    from te_overrides.kernels.lse_merge.reference import out_correction_init
+    from te_overrides.kernels.lse_merge.ops import out_correction_init
 
     def flash_attn_fwd_out_correction_init(
         out_init_step: Any, softmax_lse: Any, softmax_lse_init_step: Any, seq_dim: int

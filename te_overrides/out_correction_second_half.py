@@ -26,7 +26,7 @@ from patches import override
     versions=">=2.3,<2.20",
 )
 def build(original: Callable[..., None]) -> Callable[..., None]:
-    from te_overrides.kernels.lse_merge.reference import second_half_out_correction_
+    from te_overrides.kernels.lse_merge.ops import second_half_out_correction_
 
     def flash_attn_fwd_second_half_out_correction(
         out: Any, out_per_step: Any, softmax_lse: Any, softmax_lse_per_step: Any, seq_dim: int
