@@ -7,6 +7,7 @@ test in words: a check against upstream that did not run must not read as a pass
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DETERMINISTIC_ROCM_CACHE") or ROOT / ".cache") / "wheels"
 
 
+MEGATRON_CORE = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Releases the modules and overrides are proved against."""
+
+
+def _for_newer_python() -> list[str]:
+    """pip options that take a wheel built for Python 3.12: its Python sources run on older ones as well."""
+    machine = platform.machine()
+    return [
+        *("--python-version", "3.12", "--implementation", "cp"),
+        *(
+            word
+            for glibc in ("2_28", "2_24", "2_17")
+            for word in ("--platform", f"manylinux_{glibc}_{machine}")
+        ),
+    ]
+
+
 def sources(version: str, distribution: str = "transformer-engine") -> Path:
-    """The folder with the packages of one pure-Python release, and its `.dist-info`.
+    """The folder with the packages of one release whose Python sources are wanted, and its `.dist-info`.
 
     Raises:
         UpstreamUnavailable: pip cannot download it; the message ends with what pip said.
@@ -40,6 +58,7 @@ def sources(version: str, distribution: str = "transformer-engine") -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         download = subprocess.run(
             [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            + (_for_newer_python() if distribution == "megatron-core" else [])
             + ["--only-binary=:all:", "--dest", name, f"{distribution}=={version}"],
             capture_output=True,
             text=True,
