@@ -5,6 +5,14 @@ from __future__ import annotations
 import importlib
 
 DECLARATIONS = (
+    "te_overrides.lse_merge",
+    "te_overrides.lse_merge_second_half",
+    "te_overrides.out_correction_init",
+    "te_overrides.out_correction",
+    "te_overrides.out_correction_second_half",
+    "te_overrides.incremental_out_correction",
+    "te_overrides.incremental_out_correction_second_half",
+    "te_overrides.context_parallel_runtime",
     "megatron_plugins.overrides.rope",
     "megatron_plugins.overrides.block_final_norm",
     "megatron_plugins.overrides.gpt_model",

@@ -195,6 +195,8 @@ class Engine:
 
     def run(self, todo: list[Task]) -> None:
         """Run every task; reports a row for each once its unsharded run is known."""
+        import megatron.core
+
         idle = list(range(RANKS))
         running: dict[int, tuple[Task, list[int], list[float]]] = {}
         waiting, number = list(todo), 0
@@ -210,7 +212,7 @@ class Engine:
                         self.pipes[worker].send((task, rank, store))
                     running[number] = (task, ranks, [])
                     number += 1
-                    _say(event="begin", mode=self.mode, task=asdict(task))
+                    _say(event="begin", mode=self.mode, task=asdict(task), megatron=megatron.core.__version__)
             owner = {worker: key for key, (_, ranks, _) in running.items() for worker in ranks}
             for pipe in wait([self.pipes[worker] for worker in owner]):
                 worker = self.pipes.index(pipe)  # type: ignore[arg-type]

@@ -17,6 +17,11 @@ from bits import assert_equal_bits
 from procs import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+# Armed and imported once for all ranks of a world, before they are forked.
+ARMED: dict[str, Any] = {
+    "env": {"DETERMINISTIC_ROCM": "invariant"},
+    "imports": ("patches.auto", "megatron.core.models.gpt"),
+}
 LAYOUTS = {
     1: [("TP1", 1, 1, False)],
     2: [("TP2+SP", 2, 1, True), ("CP2", 1, 2, False)],
@@ -81,9 +86,7 @@ def run_layouts(
 @pytest.fixture(scope="module")
 def unsharded() -> dict[int, Any]:
     return {
-        length: run_ranks(1, run_layouts, length, LAYOUTS[1], env={"DETERMINISTIC_ROCM": "invariant"})[0][
-            "TP1"
-        ]
+        length: run_ranks(1, run_layouts, length, LAYOUTS[1], **ARMED)[0]["TP1"]
         for length in {LENGTH.get(world, 256) for world in LAYOUTS}
     }
 
@@ -94,9 +97,7 @@ def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(
 ) -> None:
     length = LENGTH.get(world, 256)
     want = unsharded[length]
-    ranks = run_ranks(
-        world, run_layouts, length, LAYOUTS[world], timeout=240, env={"DETERMINISTIC_ROCM": "invariant"}
-    )
+    ranks = run_ranks(world, run_layouts, length, LAYOUTS[world], timeout=240, **ARMED)
     for name, _tp, _cp, _sp in LAYOUTS[world]:
         got = ranks[0][name]["results"]
         for what in ("logits", "logprobs", "loss"):
@@ -155,7 +156,7 @@ def run_compiled_and_packed(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_an_outer_compile_and_packing_change_no_bit() -> None:
-    got = run_ranks(1, run_compiled_and_packed, env={"DETERMINISTIC_ROCM": "invariant"})[0]
+    got = run_ranks(1, run_compiled_and_packed, **ARMED)[0]
     assert_equal_bits(got["compiled"], got["eager"], "logits under torch.compile")
     assert_equal_bits(got["packed"], got["eager"], "logits of packed sequences")
     # What the compiler was given holds none of the chains, which take thousands of operations.

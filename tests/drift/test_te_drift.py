@@ -1,0 +1,65 @@
+"""TransformerEngine's releases against the reviewed fingerprints, and a release that lost a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from upstream_wheels import ROOT, TRANSFORMER_ENGINE, sources
+
+CONTEXT_PARALLEL = "transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py"
+
+
+def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "te_cpu")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "DETERMINISTIC_ROCM": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.parametrize("version", TRANSFORMER_ENGINE)
+def test_every_target_of_a_supported_release_is_as_reviewed(version: str) -> None:
+    check = _python("-m", "patches", "check", "--json", "--tree", str(sources(version)))
+    findings = {f["id"]: f["verdict"] for f in json.loads(check.stdout) if f["id"].startswith("te.")}
+    assert set(findings.values()) == {"accepted", "outside"}, check.stdout
+    assert sum(verdict == "accepted" for verdict in findings.values()) == (5 if version == "2.20.2" else 6)
+
+
+def test_a_lost_function_is_named_by_a_drift_error_that_no_import_guard_swallows(tmp_path: Path) -> None:
+    """verl#6959: a private upstream name was imported before the version check, and the ImportError said nothing."""
+    tree = tmp_path / "te"
+    shutil.copytree(sources("2.16.0"), tree, ignore=shutil.ignore_patterns("*.so", "examples"))
+    module = tree / CONTEXT_PARALLEL
+    source = module.read_text()
+    module.write_text(
+        source.replace("def flash_attn_fwd_out_correction_init(", "def flash_attn_fwd_out_correction_start(")
+    )
+    program = """
+import importlib, sys
+for _ in range(2):
+    try:
+        try:
+            importlib.import_module("armed")
+        except ImportError:
+            print("swallowed")
+    except Exception as error:
+        sys.modules.pop("armed", None)
+        print(type(error).__name__, error)
+"""
+    run = _python("-c", program, DETERMINISTIC_ROCM="stable", TE_SOURCES=str(tree))
+    lines = [line for line in run.stdout.splitlines() if "DriftError" in line or "swallowed" in line]
+    assert len(lines) == 2, run.stdout + run.stderr
+    for line in lines:
+        assert line.startswith("DriftError") and "flash_attn_fwd_out_correction_init" in line
+        assert "te.out_correction_init" in line and "2.16.0" in line
