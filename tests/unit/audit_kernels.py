@@ -1,0 +1,64 @@
+"""Kernels the audit's tests compile; ordinary user code, apart from `n` being a multiple of the block in some."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def divide64(x_ptr, y_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    x = tl.load(x_ptr + i, i < n)
+    y = tl.load(y_ptr + i, i < n)
+    tl.store(out_ptr + i, x / y, i < n)
+
+
+@triton.jit
+def root64(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, tl.sqrt(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def divide32_rn(x_ptr, y_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    x = tl.load(x_ptr + i, i < n)
+    y = tl.load(y_ptr + i, i < n)
+    tl.store(out_ptr + i, tl.div_rn(x, y), i < n)
+
+
+@triton.jit
+def root32_rn(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, tl.sqrt_rn(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def widen_and_round(x_ptr, y_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    """bfloat16 in and out, float64 between, a choice and an integer step."""
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    x = tl.load(x_ptr + i, i < n).to(tl.float64)
+    y = tl.load(y_ptr + i, i < n).to(tl.float64)
+    z = tl.where(x > y, x * 3.0 + y, x / (y + 2.0))
+    tl.store(out_ptr + i, z.to(tl.float32).to(tl.bfloat16), i < n)
+
+
+@triton.jit
+def row_scale(x_ptr, scale_ptr, out_ptr, n, COLUMNS: tl.constexpr, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    scale = tl.load(scale_ptr + i // COLUMNS, i < n)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, i < n) * scale, i < n)
+
+
+@triton.jit
+def block_index_leaks(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    """Wrong on purpose: the launch decides what is added."""
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, i < n) + tl.program_id(0), i < n)
+
+
+@triton.jit
+def swap_halves(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    """A reduction over the block: lanes exchange values."""
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    total = tl.sum(tl.load(x_ptr + i, i < n, 0.0), axis=0)
+    tl.store(out_ptr + i, total, i < n)
