@@ -180,9 +180,9 @@ class Machine:
             return value
         return symbolic.assume(value, self.active, set())
 
-    def _mask_word(self, mask: Value, word: int) -> NDArray:
+    def _mask_word(self, mask: Value, word: int) -> Value:
         if isinstance(mask, Node):
-            raise Unmodelled("a mask that depends on data is used as a number")
+            return symbolic.unknown("a mask that depends on data, read as a number", 32)
         wide = np.broadcast_to(mask, (self.waves, self.lanes))[:, 32 * word : 32 * word + 32]
         weights = np.uint32(1) << np.arange(wide.shape[1], dtype=np.uint32)
         return (wide * weights).sum(axis=1, dtype=np.uint32)[:, None]
@@ -279,11 +279,7 @@ class Machine:
                 for word in range(self.mask_words):
                     other = stale + word
                     if not index <= other < index + count:
-                        self.registers["s"][other] = (
-                            symbolic.unknown("half of a mask", 32)
-                            if isinstance(mask, Node)
-                            else self._mask_word(mask, word)
-                        )
+                        self.registers["s"][other] = self._mask_word(mask, word)
 
     def _note(self, index: int) -> None:
         for _, written in self.regions:

@@ -50,15 +50,18 @@ def _to_odd(total: F64, error: F64) -> F64:
     return np.where(move, np.where(away, bits + 1, bits - 1), bits).view(np.float64)
 
 
-def fma_f32(a: F32, b: F32, c: F32) -> F32:
-    """`a * b + c` with one rounding, float32 arrays of one (broadcastable) shape."""
+def fma_f32(a: F32, b: F32, c: F32, factor: F64 | float = 1.0) -> F32:
+    """`(a * b + c) * factor` with one rounding, float32 arrays of one (broadcastable) shape.
+
+    `factor` is a power of two between 2**-64 and 2**64, as V_DIV_FMAS applies.
+    """
     with np.errstate(all="ignore"):
         product = a.astype(np.float64) * b.astype(np.float64)
         addend = c.astype(np.float64)
         total, error = _two_sum(product, addend)
         # A zero total keeps the sign IEEE gives it; infinities and NaN make `error` NaN.
         odd = np.where(np.isfinite(total) & (total != 0), _to_odd(total, np.nan_to_num(error)), total)
-        return odd.astype(np.float32)
+        return (odd * factor).astype(np.float32)
 
 
 def round_fraction(value: Fraction) -> float:
@@ -69,7 +72,7 @@ def round_fraction(value: Fraction) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-def _fma_scalar(a: float, b: float, c: float) -> float:
+def _fma_scalar(a: float, b: float, c: float, factor: float = 1.0) -> float:
     if not (np.isfinite(a) and np.isfinite(b) and np.isfinite(c)):
         # Exact product and addend do not matter any more; only inf and NaN rules do.
         if np.isfinite(a) and np.isfinite(b):
@@ -81,13 +84,16 @@ def _fma_scalar(a: float, b: float, c: float) -> float:
         if a == 0 or b == 0:
             return float(np.float64(sign * 0.0) + np.float64(c))
         return 0.0
-    rounded = round_fraction(exact)
+    rounded = round_fraction(exact * Fraction(factor))
     return rounded if rounded != 0 else float(np.copysign(0.0, 1 if exact > 0 else -1))
 
 
-def fma_f64(a: F64, b: F64, c: F64) -> F64:
-    """`a * b + c` with one rounding, float64 arrays of one (broadcastable) shape."""
-    a, b, c = (np.ascontiguousarray(part) for part in np.broadcast_arrays(a, b, c))
+def fma_f64(a: F64, b: F64, c: F64, factor: F64 | float = 1.0) -> F64:
+    """`(a * b + c) * factor` with one rounding, float64 arrays of one (broadcastable) shape.
+
+    `factor` is a power of two between 2**-128 and 2**128, as V_DIV_FMAS applies.
+    """
+    a, b, c, factor = (np.ascontiguousarray(part) for part in np.broadcast_arrays(a, b, c, factor))
     with np.errstate(all="ignore"):
         product_high, product_low = _two_product(a, b)
         inner, inner_low = _two_sum(c, product_low)
@@ -99,13 +105,16 @@ def fma_f64(a: F64, b: F64, c: F64) -> F64:
             return (np.abs(x) > _SAFE_LOW) & (np.abs(x) < _SAFE_HIGH)
 
         fine = safe(a) & safe(b) & (safe(c) | (c == 0)) & (result != 0)
-        fine &= np.abs(result) > 2.0**-900
+        # Scaled within the normal range, the factor changes no bit of the fraction.
+        fine &= (np.abs(result) > 2.0**-850) & (np.abs(result) < 2.0**850)
+        result = result * factor
     if not fine.all():
         result = result.copy()
-        flat_a, flat_b, flat_c, flat = a.reshape(-1), b.reshape(-1), c.reshape(-1), result.reshape(-1)
+        parts = [part.reshape(-1) for part in (a, b, c, factor)]
+        flat = result.reshape(-1)
         with np.errstate(all="ignore"):
             for index in np.flatnonzero(~fine.reshape(-1)):
-                flat[index] = _fma_scalar(float(flat_a[index]), float(flat_b[index]), float(flat_c[index]))
+                flat[index] = _fma_scalar(*(float(part[index]) for part in parts))
     return result
 
 

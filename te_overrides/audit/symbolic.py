@@ -182,6 +182,8 @@ def _half(value: Value, high: bool) -> Value:
         return (value >> np.uint32(16) if high else value & np.uint32(0xFFFF)).astype(np.uint16)
     if value.op == "pack16":
         return value.args[1 if high else 0]
+    if value.op in ("select", "mix"):
+        return _select(value.args[0], *(_half(side, high) for side in value.args[1:]))
     return _plain("hi16" if high else "lo16", 16, (value,))
 
 
@@ -202,7 +204,32 @@ def _join(op: str, bits: int, low: Value, high: Value) -> Value:
     parts = ("lo32", "hi32") if op == "join64" else ("lo16", "hi16")
     if _is(low, parts[0]) and _is(high, parts[1]) and low.args[0] is high.args[0]:  # type: ignore[union-attr]
         return low.args[0]  # type: ignore[union-attr]
+    if isinstance(low, Node) and isinstance(high, Node) and low.op == high.op == "select":
+        if low.args[0] is high.args[0]:
+            sides = [_join(op, bits, *pair) for pair in zip(low.args[1:], high.args[1:], strict=True)]
+            return _select(low.args[0], *sides)
+    if not isinstance(low, Node) and not isinstance(high, Node):
+        dtype = np.uint64 if op == "join64" else np.uint32
+        return low.astype(dtype) | (high.astype(dtype) << dtype(bits // 2))
     return _plain(op, bits, (low, high))
+
+
+def _permuted(args: tuple[Value, ...]) -> Value | None:
+    """V_PERM_B32 with a constant selector that moves whole halves."""
+    first, second, selector = args
+    if isinstance(selector, Node) or (selector != selector.flat[0]).any():
+        return None
+    number = int(selector.flat[0])
+    halves: list[Value] = []
+    for pair in (number & 0xFFFF, number >> 16):
+        low, high = pair & 0xFF, pair >> 8
+        if low == high == 0x0C:
+            halves.append(_const(0, 16))
+        elif low % 2 == 0 and high == low + 1 and high < 8:
+            halves.append(_half(second if low < 4 else first, low in (2, 6)))
+        else:
+            return None
+    return _join("pack16", 32, *halves)
 
 
 _SIGN = {"f16": 0x8000, "f32": 0x80000000, "f64": 0x8000000000000000}
@@ -369,6 +396,16 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
         return args[0].args[0]  # type: ignore[union-attr]
     elif op.startswith("abs.") and isinstance(args[0], Node) and args[0].op in (op, f"neg.{kind}"):
         return make(op, bits, args[0].args)
+    elif op == "bfe.u32" and not any(isinstance(arg, Node) for arg in args[1:]):
+        field = (np.uint32(1) << (args[2] & np.uint32(31))) - np.uint32(1)
+        shifted = args[0] if is_constant(args[1], 0) else make("shr.u32", 32, args[:2])
+        return make("and.u32", 32, (shifted, field))
+    elif op == "perm.u32":
+        found = _permuted(args)
+        if found is not None:
+            return found
+    elif op == "alignbit.u32" and is_constant(args[2], 16):
+        return _join("pack16", 32, _half(args[1], True), _half(args[0], False))
     elif op in ("ldexp.f32", "ldexp.f64"):
         power = _power_of_two(kind, args[1])
         if power is not None:

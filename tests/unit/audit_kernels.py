@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from te_overrides.kernels.portable_math import kernel as portable_math
+
 
 @triton.jit
 def divide64(x_ptr, y_ptr, out_ptr, n, XBLOCK: tl.constexpr):
@@ -62,3 +64,26 @@ def swap_halves(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     total = tl.sum(tl.load(x_ptr + i, i < n, 0.0), axis=0)
     tl.store(out_ptr + i, total, i < n)
+
+
+@triton.jit
+def portable(x_ptr, out_ptr, n, OP: tl.constexpr, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    x = tl.load(x_ptr + i, i < n)
+    if OP == "exp":
+        y = portable_math.exp(x)
+    elif OP == "log":
+        y = portable_math.log(x)
+    elif OP == "log1p":
+        y = portable_math.log1p(x)
+    elif OP == "sigmoid":
+        y = portable_math.sigmoid(x)
+    elif OP == "silu":
+        y = portable_math.silu(x)
+    elif OP == "sin":
+        y = portable_math.sin(x)
+    elif OP == "cos":
+        y = portable_math.cos(x)
+    else:
+        y = portable_math.rsqrt(x)
+    tl.store(out_ptr + i, y, i < n)

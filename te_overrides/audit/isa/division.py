@@ -61,10 +61,9 @@ def _scale_parts(kind: str, s0, s1, s2):  # noqa: ANN001, ANN202
 def _fmas(kind: str, a, b, c, flag):  # noqa: ANN001, ANN202
     bias, _, _, scale = _LIMITS[kind]
     fma = fma_f32 if kind == "f32" else fma_f64
-    plain = fma(a, b, c)
-    factor = np.where(_exponent(c, kind) > bias, 2.0**scale, 2.0**-scale).astype(a.dtype)
-    with np.errstate(all="ignore"):
-        return np.where(flag, plain * factor, plain).astype(a.dtype)
+    # One rounding, after the scaling: without it subnormal quotients could not be correctly rounded.
+    factor = np.where(flag, np.where(_exponent(c, kind) > bias, 2.0**scale, 2.0**-scale), 1.0)
+    return fma(a, b, c, factor)
 
 
 def _fixup(kind: str, quotient, denominator, numerator):  # noqa: ANN001, ANN202
