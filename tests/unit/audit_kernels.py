@@ -67,23 +67,48 @@ def swap_halves(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def portable(x_ptr, out_ptr, n, OP: tl.constexpr, XBLOCK: tl.constexpr):
+def portable_exp(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
-    x = tl.load(x_ptr + i, i < n)
-    if OP == "exp":
-        y = portable_math.exp(x)
-    elif OP == "log":
-        y = portable_math.log(x)
-    elif OP == "log1p":
-        y = portable_math.log1p(x)
-    elif OP == "sigmoid":
-        y = portable_math.sigmoid(x)
-    elif OP == "silu":
-        y = portable_math.silu(x)
-    elif OP == "sin":
-        y = portable_math.sin(x)
-    elif OP == "cos":
-        y = portable_math.cos(x)
-    else:
-        y = portable_math.rsqrt(x)
-    tl.store(out_ptr + i, y, i < n)
+    tl.store(out_ptr + i, portable_math.exp(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_log(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.log(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_log1p(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.log1p(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_sigmoid(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.sigmoid(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_silu(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.silu(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_rsqrt(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.rsqrt(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_sin(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.sin(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def portable_cos(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, portable_math.cos(tl.load(x_ptr + i, i < n)), i < n)
