@@ -214,6 +214,15 @@ def _join(op: str, bits: int, low: Value, high: Value) -> Value:
     return _plain(op, bits, (low, high))
 
 
+def _equal_words(args: tuple[Value, ...]) -> Value | None:
+    """64-bit equality of values whose upper words are known to be equal, as one of the lower words."""
+    for value, other in (args, args[::-1]):
+        if _is(value, "join64") and not isinstance(other, Node) and not isinstance(_word(value, True), Node):
+            if np.array_equal(_word(value, True), _word(other, True)):
+                return make("eq.u32", 1, (_word(value, False), _word(other, False)))
+    return None
+
+
 def _permuted(args: tuple[Value, ...]) -> Value | None:
     """V_PERM_B32 with a constant selector that moves whole halves."""
     first, second, selector = args
@@ -396,6 +405,12 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
         return args[0].args[0]  # type: ignore[union-attr]
     elif op.startswith("abs.") and isinstance(args[0], Node) and args[0].op in (op, f"neg.{kind}"):
         return make(op, bits, args[0].args)
+    elif kind in _SIGN and op.startswith(("lt.", "le.", "eq.", "lg.", "o.")):
+        return _comparison(op, kind, args)
+    elif op == "eq.u64":
+        found = _equal_words(args)
+        if found is not None:
+            return found
     elif op == "bfe.u32" and not any(isinstance(arg, Node) for arg in args[1:]):
         field = (np.uint32(1) << (args[2] & np.uint32(31))) - np.uint32(1)
         shifted = args[0] if is_constant(args[1], 0) else make("shr.u32", 32, args[:2])
@@ -413,6 +428,28 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
     elif op.startswith(("mul.f", "fma.f")):
         return _product(op, kind, bits, args)
     return _plain(op, bits, args)
+
+
+def _comparison(op: str, kind: str, args: tuple[Value, ...]) -> Value:
+    """Comparisons with signs moved to constants: -a < c is -c < a. Order of two negations is exchanged."""
+    negative = f"neg.{kind}"
+    if op.startswith("o."):
+        bare = []
+        for arg in args:
+            while _is(arg, negative) or _is(arg, f"abs.{kind}"):
+                arg = arg.args[0]  # type: ignore[union-attr]
+            bare.append(arg)
+        return _plain(op, 1, tuple(bare))
+    negated = [_is(arg, negative) for arg in args]
+    movable = [known or not isinstance(arg, Node) for known, arg in zip(negated, args, strict=True)]
+    if any(negated) and all(movable):
+        flip = _SIGN[kind]
+        turned = tuple(
+            arg.args[0] if isinstance(arg, Node) else arg ^ arg.dtype.type(flip)  # type: ignore[misc]
+            for arg in args
+        )
+        args = turned[::-1] if op.startswith("l") and not op.startswith("lg") else turned
+    return _plain(op, 1, args)
 
 
 def _power_of_two(kind: str, exponent: Value) -> Value | None:
