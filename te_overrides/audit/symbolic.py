@@ -204,6 +204,10 @@ def _join(op: str, bits: int, low: Value, high: Value) -> Value:
     parts = ("lo32", "hi32") if op == "join64" else ("lo16", "hi16")
     if _is(low, parts[0]) and _is(high, parts[1]) and low.args[0] is high.args[0]:  # type: ignore[union-attr]
         return low.args[0]  # type: ignore[union-attr]
+    if op == "join64" and _is(low, "lo32") and isinstance(high, Node) and high.op in ("neg.f32", "abs.f32"):
+        # The sign of a float64 sits in its upper word.
+        if _is(high.args[0], "hi32") and high.args[0].args[0] is low.args[0]:  # type: ignore[union-attr]
+            return make(f"{high.op[:3]}.f64", 64, (low.args[0],))  # type: ignore[union-attr]
     if isinstance(low, Node) and isinstance(high, Node) and low.op == high.op == "select":
         if low.args[0] is high.args[0]:
             sides = [_join(op, bits, *pair) for pair in zip(low.args[1:], high.args[1:], strict=True)]
@@ -405,6 +409,10 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
         return args[0].args[0]  # type: ignore[union-attr]
     elif op.startswith("abs.") and isinstance(args[0], Node) and args[0].op in (op, f"neg.{kind}"):
         return make(op, bits, args[0].args)
+    elif op in ("cvt.f64.f32", "cvt.f32.f64", "cvt.f32.f16", "cvt.f16.f32") and _is(args[0], f"neg.{kind}"):
+        # Conversions round to nearest even, symmetrically.
+        target = op.split(".")[1]
+        return make(f"neg.{target}", bits, (make(op, bits, args[0].args),))  # type: ignore[union-attr]
     elif kind in _SIGN and op.startswith(("lt.", "le.", "eq.", "lg.", "o.")):
         return _comparison(op, kind, args)
     elif op == "eq.u64":
