@@ -21,7 +21,7 @@ from te_overrides.audit.decode import Program, decode
 from te_overrides.audit.launch import run_programs, storing_lanes
 from te_overrides.audit.memory import NumericBuffer, SymbolicBuffer, Unmodelled
 
-__all__ = ["AuditResult", "Group", "audit", "execute", "load_program"]
+__all__ = ["AuditResult", "Group", "audit", "execute", "expressions", "load_program"]
 
 _ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8, "i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2,
              "i32": 4, "u32": 4, "i64": 8, "u64": 8}  # fmt: skip
@@ -72,8 +72,10 @@ class AuditResult:
         }
 
 
-def _scalars(kernel: Kernel, elements: int) -> dict[str, int | float]:
-    values: dict[str, int | float] = dict(kernel.scalars)
+def _scalars(kernel: Kernel, launch: Launch, elements: int) -> dict[str, int | float]:
+    values = {
+        name: value(launch, elements) if callable(value) else value for name, value in kernel.scalars.items()
+    }
     for name, kind in kernel.signature.items():
         if not kind.startswith("*") and name not in values:
             if kind not in ("i32", "i64"):
@@ -84,7 +86,7 @@ def _scalars(kernel: Kernel, elements: int) -> dict[str, int | float]:
 
 def load_program(kernel: Kernel, arch: str, launch: Launch, elements: int) -> Program:
     """Compile (or find in the cache) and decode one launch."""
-    scalars = _scalars(kernel, elements)
+    scalars = _scalars(kernel, launch, elements)
     divisible = tuple(
         name for name, value in scalars.items() if isinstance(value, int) and value % 16 == 0 and value
     )
@@ -106,7 +108,7 @@ def _run(
     seed_ulps: int = 0,
 ) -> dict[str, Any]:
     names, types = _runtime(kernel, launch)
-    scalars = _scalars(kernel, elements)
+    scalars = _scalars(kernel, launch, elements)
     block = int(launch.constexpr(kernel.block))
     programs = range(-(-elements // block))
     kept = None
@@ -136,6 +138,7 @@ def execute(
     arrays: Mapping[str, NDArray],
     elements: int,
     seed_ulps: int = 0,
+    assembly: str | None = None,
 ) -> dict[str, NDArray]:
     """Run one launch on numbers.
 
@@ -143,6 +146,7 @@ def execute(
         arrays: contents of every pointer argument; bfloat16 as uint16 bit patterns.
         elements: output elements, which set the number of programs.
         seed_ulps: move the result of every approximate instruction by so many units in the last place.
+        assembly: what was compiled elsewhere for this launch, instead of compiling it here.
 
     Returns:
         the buffers after the launch.
@@ -150,7 +154,7 @@ def execute(
     Raises:
         Unmodelled: the code is not understood.
     """
-    program = load_program(kernel, arch, launch, elements)
+    program = decode(assembly) if assembly else load_program(kernel, arch, launch, elements)
 
     def numbers() -> dict[str, NumericBuffer]:
         return {name: NumericBuffer(name, arrays[name]) for name in kernel.pointers}
@@ -159,9 +163,15 @@ def execute(
     return {name: buffer.array() for name, buffer in buffers.items()}
 
 
-def _expressions(kernel: Kernel, arch: str, launch: Launch, elements: int) -> NDArray[np.uint64]:
-    """Hashes [2, outputs] of everything the launch stores."""
-    program = load_program(kernel, arch, launch, elements)
+def expressions(
+    kernel: Kernel, arch: str, launch: Launch, elements: int, assembly: str | None = None
+) -> NDArray[np.uint64]:
+    """Hashes [2, outputs] of everything the launch stores, two words for each element of each written buffer.
+
+    Raises:
+        Unmodelled: the code is not understood, or an output rests on something that is not.
+    """
+    program = decode(assembly) if assembly else load_program(kernel, arch, launch, elements)
     buffers = _run(kernel, launch, program, elements, lambda: _symbolic(kernel, elements))
     stored = []
     for buffer in buffers.values():
@@ -191,7 +201,7 @@ def audit(
         if progress is not None:
             progress(launch)
         try:
-            hashes = _expressions(kernel, arch, launch, elements)
+            hashes = expressions(kernel, arch, launch, elements)
         except Unmodelled as reason:
             unknown[launch] = str(reason)
             continue

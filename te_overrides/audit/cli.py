@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--constexpr", action="append", default=[], metavar="NAME=V", help="a fixed constexpr")
     parser.add_argument("--arg", action="append", default=[], metavar="NAME=TYPE", help="e.g. x_ptr=*bf16, n=i32")
-    parser.add_argument("--scalar", action="append", default=[], metavar="NAME=V", help="value of a scalar")
+    parser.add_argument("--scalar", action="append", default=[], metavar="NAME=V", help="value of a scalar, or cdiv(n,BLOCK)")
     parser.add_argument("--size", action="append", default=[], metavar="NAME=K", help="buffer of K × elements")
     parser.add_argument("--block", help="the constexpr that splits the elements over programs")
     parser.add_argument("--elements", type=int, help="output elements compared (default: the largest block)")
@@ -67,6 +68,20 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _scalar(text: str) -> Any:
+    """A number, or `cdiv(A,B)` of the number of elements `n`, numbers and constexprs, rounded up."""
+    match = re.fullmatch(r"cdiv\((\w+),\s*(\w+)\)", text)
+    if match is None:
+        return _literal(text)
+
+    def value(launch: Any, elements: int) -> int:
+        known = dict(launch.constexprs) | {"n": elements}
+        above, below = (int(known.get(name, name)) for name in match.groups())
+        return -(-above // below)
+
+    return value
+
+
 def _axes(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     return {
         name: tuple(_literal(value) for value in text.split(","))
@@ -92,7 +107,7 @@ def _audit(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         kernel = kernel_from_file(
             arguments.kernel,
             _pairs(arguments.arg, "--arg"),
-            {name: _literal(text) for name, text in _pairs(arguments.scalar, "--scalar").items()},
+            {name: _scalar(text) for name, text in _pairs(arguments.scalar, "--scalar").items()},
             constexprs,
             [*axes],
             arguments.block,

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class Kernel:
     Args:
         fn: the `@triton.jit` function.
         signature: type of each parameter that is not a constexpr, e.g. `{"x_ptr": "*fp32", "n": "i32"}`.
-        scalars: values of the parameters that are neither pointers nor constexprs; "n" defaults to the
-            number of elements audited.
+        scalars: values of the parameters that are neither pointers nor constexprs, or functions of the launch
+            and the number of elements; integers default to the number of elements audited.
         constexprs: constexprs that are the same in every launch.
         block: the constexpr that says how many elements one program handles.
         sizes: elements of a pointer's buffer as a multiple of the elements audited (1 unless given).
@@ -59,7 +59,7 @@ class Kernel:
 
     fn: Any
     signature: Mapping[str, str]
-    scalars: Mapping[str, int | float] = field(default_factory=dict)
+    scalars: Mapping[str, int | float | Callable[[Launch, int], int]] = field(default_factory=dict)
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     block: str = "XBLOCK"
     sizes: Mapping[str, int] = field(default_factory=dict)
