@@ -31,17 +31,31 @@ def _parser() -> argparse.ArgumentParser:
         "and say which of them compute the same bits.",
     )
     parser.add_argument("kernel", nargs="?", help="path/to/file.py:kernel")
-    parser.add_argument("--op", help="a library function instead of a kernel, float32 (log1p, exp, pow, fma, …)")
-    parser.add_argument("--masked", action="store_true", help="--op: compare indices with n, as for odd sizes")
-    parser.add_argument("--arch", action="append", help="gfx942, gfx950 (default), gfx90a, gfx1100; repeatable")
+    parser.add_argument(
+        "--op", help="a library function instead of a kernel, float32 (log1p, exp, pow, fma, …)"
+    )
+    parser.add_argument(
+        "--masked", action="store_true", help="--op: compare indices with n, as for odd sizes"
+    )
+    parser.add_argument(
+        "--arch", action="append", help="gfx942, gfx950 (default), gfx90a, gfx1100; repeatable"
+    )
     parser.add_argument(
         "--grid", action="append", default=[], metavar="NAME=V,V,…",
         help="values of a constexpr or option to combine (default: the block 2…4096, num_warps 1,2,4,8)",
     )  # fmt: skip
-    parser.add_argument("--constexpr", action="append", default=[], metavar="NAME=V", help="a fixed constexpr")
-    parser.add_argument("--arg", action="append", default=[], metavar="NAME=TYPE", help="e.g. x_ptr=*bf16, n=i32")
-    parser.add_argument("--scalar", action="append", default=[], metavar="NAME=V", help="value of a scalar, or cdiv(n,BLOCK)")
-    parser.add_argument("--size", action="append", default=[], metavar="NAME=K", help="buffer of K × elements")
+    parser.add_argument(
+        "--constexpr", action="append", default=[], metavar="NAME=V", help="a fixed constexpr"
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=TYPE", help="e.g. x_ptr=*bf16, n=i32"
+    )
+    parser.add_argument(
+        "--scalar", action="append", default=[], metavar="NAME=V", help="value of a scalar, or cdiv(n,BLOCK)"
+    )
+    parser.add_argument(
+        "--size", action="append", default=[], metavar="NAME=K", help="buffer of K × elements"
+    )
     parser.add_argument("--block", help="the constexpr that splits the elements over programs")
     parser.add_argument("--elements", type=int, help="output elements compared (default: the largest block)")
     parser.add_argument("--samples", type=int, default=225280, help="elements executed per group; 0 for none")
@@ -169,8 +183,18 @@ def _show(report: dict[str, Any]) -> None:
 
     console = Console()
     count = len(report["groups"])
-    table = Table(title=f"{report['kernel']} on {report['arch']} (Triton {report['triton']})", title_justify="left")
-    for heading in ("group", "launches", "elements apart", "executed: differ", "max abs", "mean ULP", "max ULP"):
+    table = Table(
+        title=f"{report['kernel']} on {report['arch']} (Triton {report['triton']})", title_justify="left"
+    )
+    for heading in (
+        "group",
+        "launches",
+        "elements apart",
+        "executed: differ",
+        "max abs",
+        "mean ULP",
+        "max ULP",
+    ):
         table.add_column(heading)
     for number, group in enumerate(report["groups"]):
         numeric = group.get("numeric") or {}

@@ -75,7 +75,8 @@ class Machine:
         self._on: NDArray[np.bool_] | None = None
         self.storing: NDArray[np.bool_] = np.zeros((waves, lanes), np.bool_)
         self.scratch: dict[int, Value] = {}
-        self.lds: dict[int, object] = {}
+        # Scalars kept in single lanes of a vector register (V_WRITELANE), by register and lane.
+        self.spilled: dict[tuple[int, int], Value] = {}
         # Regions entered by predication: the mask they run under, and what they wrote to scalar registers.
         self.regions: list[tuple[Node, set[int]]] = []
         self.mask_words = program.wave_size // 32
@@ -182,7 +183,9 @@ class Machine:
 
     def _mask_word(self, mask: Value, word: int) -> Value:
         if isinstance(mask, Node):
-            return symbolic.unknown("a mask that depends on data, read as a number", 32)
+            # Good for one thing: moved elsewhere with its other half, it is the mask again.
+            number = symbolic.unknown("a mask that depends on data, read as a number", 32)
+            return Node(f"mask word {word}", (mask,), 32, number.h, number.bad, number.why)
         wide = np.broadcast_to(mask, (self.waves, self.lanes))[:, 32 * word : 32 * word + 32]
         weights = np.uint32(1) << np.arange(wide.shape[1], dtype=np.uint32)
         return (wide * weights).sum(axis=1, dtype=np.uint32)[:, None]
@@ -253,6 +256,9 @@ class Machine:
         bits = np.arange(self.lanes)
         words = [self.register("s", operand.index + word) for word in range(self.mask_words)]
         if any(isinstance(word, Node) for word in words):
+            whole = _mask_of(words)
+            if whole is not None:
+                return self.seen(whole)
             reasons = frozenset[str]().union(*(word.why for word in words if isinstance(word, Node)))
             return symbolic.unknown("; ".join(sorted(reasons)) or "a mask made of data", 1)
         stacked = np.stack([np.broadcast_to(word, (self.waves, 1)) for word in words], axis=-1)[:, 0, :]
@@ -314,6 +320,8 @@ class Machine:
             return
         if kind not in ("v", "a"):
             raise Unmodelled("a result that is not a register")
+        if kind == "v" and self.spilled:
+            self.spilled = {key: kept for key, kept in self.spilled.items() if key[0] != index}
         condition = self.exec
         if self.active is not None:
             condition = symbolic.lane_mix(self.active, condition, np.zeros((1, 1), np.bool_))
@@ -358,12 +366,22 @@ class Machine:
         """The buffer that all of the addresses lie in."""
         kinds = np.unique(address >> np.uint64(BUFFER_SHIFT))
         if kinds.size != 1 or int(kinds[0]) - 1 not in self.buffers:
-            raise Unmodelled(f"addresses {[hex(int(kind) << BUFFER_SHIFT) for kind in kinds[:4]]} are no buffer's")
+            raise Unmodelled(
+                f"addresses {[hex(int(kind) << BUFFER_SHIFT) for kind in kinds[:4]]} are no buffer's"
+            )
         index = int(kinds[0]) - 1
         return index, self.buffers[index]
 
 
 _MOVES = {"lo16": 16, "hi16": 16, "lo32": 32, "hi32": 32, "pack16": 32}
+
+
+def _mask_of(words: list[Value]) -> Value | None:
+    """The mask that `words` are the parts of, in order, if they are."""
+    for position, word in enumerate(words):
+        if not isinstance(word, Node) or word.op != f"mask word {position}" or word.args != words[0].args:  # type: ignore[union-attr]
+            return None
+    return words[0].args[0]  # type: ignore[union-attr]
 
 
 def _view(array: NDArray, dtype: type) -> NDArray:

@@ -88,7 +88,9 @@ class SymbolicBuffer:
 
     def _elements(self, offset: NDArray, lanes: NDArray[np.bool_], size: int) -> NDArray[np.int64]:
         if (lanes & (offset % self.itemsize != 0)).any() or size % self.itemsize:
-            raise Unmodelled(f"{size} bytes at unaligned offsets of {self.name} ({self.itemsize}-byte elements)")
+            raise Unmodelled(
+                f"{size} bytes at unaligned offsets of {self.name} ({self.itemsize}-byte elements)"
+            )
         index = np.where(lanes, offset // self.itemsize, 0)
         if ((index < 0) | (index + size // self.itemsize > self.count)).any():
             raise Unmodelled(f"access outside {self.name}, which has {self.count} elements")

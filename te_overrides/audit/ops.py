@@ -81,7 +81,9 @@ def binary(in_ptr, in2_ptr, out_ptr, n, OP: tl.constexpr, MASKED: tl.constexpr, 
 
 
 @triton.jit
-def ternary(in_ptr, in2_ptr, in3_ptr, out_ptr, n, OP: tl.constexpr, MASKED: tl.constexpr, XBLOCK: tl.constexpr):
+def ternary(
+    in_ptr, in2_ptr, in3_ptr, out_ptr, n, OP: tl.constexpr, MASKED: tl.constexpr, XBLOCK: tl.constexpr
+):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     mask = i < n if MASKED else None
     x = tl.load(in_ptr + i, mask)

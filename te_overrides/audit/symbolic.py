@@ -119,7 +119,9 @@ def _under(condition: NDArray[np.bool_], value: Value, side: int) -> Value:
     """`value` where it is only looked at in the lanes of `condition` (side 1) or outside them (side 2)."""
     while isinstance(value, Node) and value.op == "mix":
         known = value.args[0]
-        if known is not condition and not (known.shape == condition.shape and np.array_equal(known, condition)):
+        if known is not condition and not (
+            known.shape == condition.shape and np.array_equal(known, condition)
+        ):
             break
         value = value.args[side]
     return value
@@ -263,7 +265,11 @@ def _bitwise_u32(op: str, args: tuple[Value, ...]) -> Value | None:
         elif op == "or.u32":
             if is_constant(other, 0):
                 return value
-            if _is(value, "pack16") and is_constant(_half(value, False), 0) and is_constant(_half(other, True), 0):
+            if (
+                _is(value, "pack16")
+                and is_constant(_half(value, False), 0)
+                and is_constant(_half(other, True), 0)
+            ):
                 return _join("pack16", 32, _half(other, False), _half(value, True))
     return None
 

@@ -118,9 +118,7 @@ def _global_store(machine: Machine, instruction: Instruction) -> None:
     _store(machine, _global_address(machine, moved, 0), machine.lanes_on(), size, words)
 
 
-def _buffer_place(
-    machine: Machine, instruction: Instruction
-) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+def _buffer_place(machine: Machine, instruction: Instruction) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
     """Addresses of a raw buffer access and the lanes inside its bounds (outside, loads give 0, stores nothing)."""
     _, vector, resource, scalar = instruction.operands[:4]
     base, size, flags = (
@@ -207,7 +205,9 @@ def _scratch(machine: Machine, instruction: Instruction) -> None:
             if machine.active is not None:
                 condition = symbolic.lane_mix(machine.active, condition, np.zeros((1, 1), np.bool_))
             if isinstance(condition, Node) or not condition.all():
-                old = symbolic.unknown("scratch before anything was written to it", 32) if old is None else old
+                old = (
+                    symbolic.unknown("scratch before anything was written to it", 32) if old is None else old
+                )
                 value = symbolic.make("select", 32, (condition, value, old))
             machine.scratch[at] = value
         else:
@@ -225,5 +225,17 @@ for _kind in _SIZES:
     HANDLERS[f"buffer_store_{_kind}"] = _buffer_store
     HANDLERS[f"scratch_load_{_kind}"] = _scratch
     HANDLERS[f"scratch_store_{_kind}"] = _scratch
-for _count in ("dword", "dwordx2", "dwordx4", "dwordx8", "dwordx16", "b32", "b64", "b96", "b128", "b256", "b512"):
+for _count in (
+    "dword",
+    "dwordx2",
+    "dwordx4",
+    "dwordx8",
+    "dwordx16",
+    "b32",
+    "b64",
+    "b96",
+    "b128",
+    "b256",
+    "b512",
+):
     HANDLERS[f"s_load_{_count}"] = _scalar_load

@@ -372,6 +372,35 @@ def _readfirstlane(machine: Machine, instruction: Instruction) -> None:
     machine.write(instruction.operands[0], np.take_along_axis(wide, first, axis=1))
 
 
+def _constant_lane(machine: Machine, operand: Operand) -> int:
+    lane = machine.read(operand, "u32")
+    if isinstance(lane, Node) or (lane != lane.flat[0]).any():
+        raise Unmodelled("a lane number that is not one constant")
+    return int(lane.flat[0])
+
+
+@handler("v_writelane_b32")
+def _writelane(machine: Machine, instruction: Instruction) -> None:
+    """Scalars are spilled this way; the register holds nothing else then."""
+    destination, source, lane = instruction.operands
+    if machine.active is not None:
+        raise Unmodelled("a scalar is spilled in some waves only")
+    machine.spilled[destination.index, _constant_lane(machine, lane)] = machine.read(source, "u32")
+
+
+@handler("v_readlane_b32")
+def _readlane(machine: Machine, instruction: Instruction) -> None:
+    destination, source, lane = instruction.operands
+    number = _constant_lane(machine, lane)
+    if (source.index, number) in machine.spilled:
+        machine.write(destination, machine.spilled[source.index, number])
+        return
+    value = machine.read(source, "u32")
+    if isinstance(value, Node) or number >= machine.lanes:
+        raise Unmodelled("one lane's data becomes a scalar")
+    machine.write(destination, np.broadcast_to(value, (machine.waves, machine.lanes))[:, number : number + 1])
+
+
 @handler("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")
 def _mbcnt(machine: Machine, instruction: Instruction) -> None:
     word = 0 if "_lo_" in instruction.opcode else 1
@@ -381,4 +410,6 @@ def _mbcnt(machine: Machine, instruction: Instruction) -> None:
     lane = np.arange(machine.lanes)[None]
     below = np.clip(lane - 32 * word, 0, 32).astype(np.uint64)
     ones = mask.astype(np.uint64) & ((np.uint64(1) << below) - np.uint64(1))
-    machine.write(instruction.operands[0], machine.op("add.u32", np.bitwise_count(ones).astype(np.uint32), base))
+    machine.write(
+        instruction.operands[0], machine.op("add.u32", np.bitwise_count(ones).astype(np.uint32), base)
+    )

@@ -59,7 +59,7 @@ def block_index_leaks(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
 
 
 @triton.jit
-def swap_halves(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+def block_total(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
     """A reduction over the block: lanes exchange values."""
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     total = tl.sum(tl.load(x_ptr + i, i < n, 0.0), axis=0)

@@ -119,8 +119,12 @@ for _kind, _fma in (("f16", _fma_f16), ("f32", fma_f32), ("f64", fma_f64)):
         f"log2.{_kind}": Semantic(_through_double(np.log2), _kind, _one, approximate=True),
         f"exp2.{_kind}": Semantic(_exp2, _kind, _one, approximate=True),
         # V_SIN and V_COS take revolutions.
-        f"sin.{_kind}": Semantic(_through_double(lambda a: np.sin(2 * np.pi * a)), _kind, _one, approximate=True),
-        f"cos.{_kind}": Semantic(_through_double(lambda a: np.cos(2 * np.pi * a)), _kind, _one, approximate=True),
+        f"sin.{_kind}": Semantic(
+            _through_double(lambda a: np.sin(2 * np.pi * a)), _kind, _one, approximate=True
+        ),
+        f"cos.{_kind}": Semantic(
+            _through_double(lambda a: np.cos(2 * np.pi * a)), _kind, _one, approximate=True
+        ),
     }
     ALU |= {
         f"v_add_{_kind}": AluSpec(f"add.{_kind}", (1, 2)),

@@ -47,7 +47,9 @@ def _perm(a, b, selector):  # noqa: ANN001, ANN202
         which = (selector >> _U32(8 * byte)) & _U32(0xFF)
         picked = (wide >> (which & _U32(7)).astype(np.uint64) * np.uint64(8)).astype(np.uint32) & _U32(0xFF)
         sign_of = (which - _U32(8)) & _U32(3)
-        sign = (wide >> (sign_of.astype(np.uint64) * np.uint64(16) + np.uint64(15))).astype(np.uint32) & _U32(1)
+        sign = (wide >> (sign_of.astype(np.uint64) * np.uint64(16) + np.uint64(15))).astype(np.uint32) & _U32(
+            1
+        )
         picked = np.where(which < 8, picked, np.where(which < 12, sign * _U32(0xFF), 0))
         picked = np.where(which > 12, _U32(0xFF), picked).astype(np.uint32)
         result |= picked << _U32(8 * byte)
