@@ -120,7 +120,7 @@ def op_kernel(op: str, masked: bool = False) -> Kernel:
     inputs = [name for name in fn.arg_names if name.endswith("_ptr")]
     return Kernel(
         fn,
-        {name: "*fp32" for name in inputs} | {"n": "i32"},
+        dict.fromkeys(inputs, "*fp32") | {"n": "i32"},
         constexprs={"OP": op, "MASKED": masked},
     )
 

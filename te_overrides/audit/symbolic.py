@@ -7,8 +7,9 @@ configurations compute the same bits at an output element for every input if the
 NaN counts as one value, since its payload is nobody's contract.
 
 Only identities that hold for every bit pattern (NaN payloads aside) are applied before hashing: commutativity
-of +, *, fma and the symmetric comparisons, signs that multiplication carries outwards, ldexp by a constant as a multiplication, the two halves of a register
-put back together, and selects whose condition is known.
+of +, *, fma and the symmetric comparisons; signs, which multiplications carry outwards and comparisons move to
+constants; ldexp by a constant as a multiplication; the parts of a register put back together; selects whose
+condition is known.
 """
 
 from __future__ import annotations
@@ -136,6 +137,10 @@ def lane_mix(condition: NDArray[np.bool_], yes: Value, no: Value) -> Value:
     if not condition.any():
         return no
     yes, no = _under(condition, yes, 1), _under(condition, no, 2)
+    if isinstance(no, Node) and no.op == "mix" and (condition | no.args[0]).all():
+        no = no.args[1]
+        if not isinstance(yes, Node) and not isinstance(no, Node):
+            return np.where(condition, yes, no)
     bad, why = _badness((yes, no))
     if bad is not _NOT_BAD:
         flags = [value.bad if isinstance(value, Node) else _NOT_BAD for value in (yes, no)]
@@ -342,15 +347,21 @@ def assume(value: Value, lanes: NDArray[np.bool_], facts: set[Value]) -> Value:
         elif value.op == "and.b1" and value.args[1] in facts:
             value = value.args[0]
         elif value.op == "mix":
-            if not (lanes & ~value.args[0]).any():
-                value = value.args[1]
-            elif not (lanes & value.args[0]).any():
-                value = value.args[2]
-            else:
-                break
+            return _assume_mix(value, lanes, facts)
         else:
             break
     return value
+
+
+def _assume_mix(value: Node, lanes: NDArray[np.bool_], facts: set[Value]) -> Value:
+    condition, yes, no = value.args
+    inside, outside = lanes & condition, lanes & ~condition
+    if not outside.any():
+        return assume(yes, lanes, facts)
+    if not inside.any():
+        return assume(no, lanes, facts)
+    new_yes, new_no = assume(yes, inside, facts), assume(no, outside, facts)
+    return value if new_yes is yes and new_no is no else lane_mix(condition, new_yes, new_no)
 
 
 def invert_known(value: Value, facts: set[Value]) -> bool:

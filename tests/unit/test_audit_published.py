@@ -65,6 +65,8 @@ def test_one_changed_constant_is_seen_where_the_element_uses_it(assemblies):
         expressions(kernel, "gfx950", launch, 2048, assembly=text) for text in (assemblies[0], changed)
     )
     assert (before != after).any(axis=0).all()
+    # One bit of so small a coefficient hides behind rounding; more of the first one does not.
+    changed = assemblies[0].replace("0x3f2aaada", "0x3f2aabda")
     arrays = uniform_inputs(kernel, 4096)
     got = [
         execute(kernel, "gfx950", launch, arrays, 4096, assembly=text)["out_ptr"]
