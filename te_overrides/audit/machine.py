@@ -138,8 +138,19 @@ class Machine:
         return self._on
 
     def seen(self, value: Value) -> Value:
-        """`value` as the active lanes see it."""
-        if not isinstance(value, Node) or value.op not in ("select", "mix", "and.b1"):
+        """`value` as the active lanes see it.
+
+        What inactive lanes hold is nobody's business; they get the value of an active one, so that a constant
+        written under a mask is a constant.
+        """
+        if not isinstance(value, Node):
+            lanes = self.lanes_on()
+            if value.size == 1 or lanes.all() or not lanes.any():
+                return value
+            wide = np.broadcast_to(value, lanes.shape)
+            filled = np.where(lanes, wide, wide.reshape(-1)[lanes.argmax()])
+            return filled[:1, :1] if (filled == filled[0, 0]).all() else filled
+        if value.op not in ("select", "mix", "and.b1"):
             return value
         return symbolic.assume(value, self.lanes_on(), self.facts)
 
@@ -177,9 +188,14 @@ class Machine:
 
     def _scalar(self, value: Value) -> Value:
         """A scalar as the running waves see it."""
-        if self.active is None or not isinstance(value, Node) or value.op != "mix":
+        if self.active is None:
             return value
-        return symbolic.assume(value, self.active, set())
+        if isinstance(value, Node):
+            return symbolic.assume(value, self.active, set()) if value.op == "mix" else value
+        if value.shape[0] == 1:
+            return value
+        filled = np.where(self.active, value, value[self.active.argmax()])
+        return filled[:1] if (filled == filled[0]).all() else filled
 
     def _mask_word(self, mask: Value, word: int) -> Value:
         if isinstance(mask, Node):
@@ -219,7 +235,7 @@ class Machine:
         elif operand.kind in self.registers:
             index = operand.index + offset
             if kind == "b1":
-                return self.read_mask(operand)
+                return self.read_condition(operand)
             value = self.register(operand.kind, index)
             if bits == 64:
                 high = self.register(operand.kind, index + 1)
@@ -242,7 +258,10 @@ class Machine:
         return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
 
     def read_mask(self, operand: Operand) -> Value:
-        """A lane mask [W, L]: what a comparison wrote, the execution mask, or the bits of a number."""
+        """A lane mask [W, L]: what a comparison wrote, the execution mask, or the bits of a number.
+
+        All lanes count, active or not; `read_condition` is for instructions that only look at active ones.
+        """
         if operand.kind in ("imm",):
             number = int(operand.value)
             bits = [bool(number >> lane & 1) for lane in range(self.lanes)]
@@ -252,18 +271,22 @@ class Machine:
         if operand.index == EXEC:
             return self.exec
         if operand.index in self.masks:
-            return self.seen(self.masks[operand.index])
+            return self._scalar(self.masks[operand.index])
         bits = np.arange(self.lanes)
         words = [self.register("s", operand.index + word) for word in range(self.mask_words)]
         if any(isinstance(word, Node) for word in words):
             whole = _mask_of(words)
             if whole is not None:
-                return self.seen(whole)
+                return whole
             reasons = frozenset[str]().union(*(word.why for word in words if isinstance(word, Node)))
             return symbolic.unknown("; ".join(sorted(reasons)) or "a mask made of data", 1)
         stacked = np.stack([np.broadcast_to(word, (self.waves, 1)) for word in words], axis=-1)[:, 0, :]
         picked = stacked[:, bits // 32] >> (bits % 32).astype(np.uint32)
         return (picked & np.uint32(1)).astype(np.bool_)
+
+    def read_condition(self, operand: Operand) -> Value:
+        """A lane mask as the active lanes of a vector instruction see it."""
+        return self.seen(self.read_mask(operand))
 
     def write_mask(self, operand: Operand, value: Value) -> None:
         if operand.kind != "s":

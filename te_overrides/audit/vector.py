@@ -153,7 +153,7 @@ def _class(machine: Machine, instruction: Instruction) -> None:
 @handler("v_cndmask_b32")
 def _cndmask(machine: Machine, instruction: Instruction) -> None:
     _refuse(instruction, _SDWA)
-    condition = machine.read_mask(instruction.operands[3] if len(instruction.operands) > 3 else _VCC)
+    condition = machine.read_condition(instruction.operands[3] if len(instruction.operands) > 3 else _VCC)
     kinds = "f32" if any(operand.neg or operand.abs for operand in instruction.operands[1:3]) else "u32"
     no, yes = (_source(machine, instruction, position, kinds) for position in (1, 2))
     _finish(machine, instruction, symbolic.make("select", 32, (condition, yes, no)), "u32")
@@ -225,7 +225,7 @@ def _carry(machine: Machine, instruction: Instruction) -> None:
     if "rev" in opcode:
         left, right = right, left
     with_carry = opcode.startswith(("v_addc", "v_subb", "v_add_co_ci", "v_sub_co_ci", "v_subrev_co_ci"))
-    carry_in = machine.read_mask(instruction.operands[4]) if with_carry else _NO
+    carry_in = machine.read_condition(instruction.operands[4]) if with_carry else _NO
     name = "add" if opcode.startswith("v_add") else "sub"
     result = (
         machine.op(f"{name}c.u32", left, right, carry_in)
@@ -350,7 +350,7 @@ def _div_end(machine: Machine, instruction: Instruction) -> None:
     _, _, step, kind = instruction.opcode.split("_")
     args = [machine.read(operand, kind) for operand in instruction.operands[1:4]]
     if step == "fmas":
-        args.append(machine.read_mask(_VCC))
+        args.append(machine.read_condition(_VCC))
     machine.write(instruction.operands[0], machine.op(f"div_{step}.{kind}", *args))
 
 
@@ -395,8 +395,9 @@ def _readlane(machine: Machine, instruction: Instruction) -> None:
     if (source.index, number) in machine.spilled:
         machine.write(destination, machine.spilled[source.index, number])
         return
-    value = machine.read(source, "u32")
-    if isinstance(value, Node) or number >= machine.lanes:
+    # Whether the lane is active does not matter here.
+    value = machine.registers["v"].get(source.index)
+    if value is None or isinstance(value, Node) or number >= machine.lanes:
         raise Unmodelled("one lane's data becomes a scalar")
     machine.write(destination, np.broadcast_to(value, (machine.waves, machine.lanes))[:, number : number + 1])
 
