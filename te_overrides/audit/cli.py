@@ -62,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=225280, help="elements executed per group; 0 for none")
     parser.add_argument("--range", nargs=2, type=float, default=(0.0, 1.0), metavar=("LOW", "HIGH"),
                         help="uniform samples from [LOW, HIGH)")  # fmt: skip
+    parser.add_argument(
+        "--certificate", action="store_true",
+        help="do not execute: classes by matrix instruction, K order and reductions (GEMM, attention)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="machine-readable, with one entry per group")
     return parser
 
@@ -130,6 +134,8 @@ def _audit(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         )
     axes = {kernel.block: _BLOCKS} | _DEFAULT_GRID | axes
     launches = launch_grid(axes)
+    if arguments.certificate:
+        return [_certificates(kernel, arch, launches) for arch in arguments.arch or ["gfx950"]]
     elements = arguments.elements or max(int(value) for value in axes[kernel.block])
     reports = []
     for arch in arguments.arch or ["gfx950"]:
@@ -144,6 +150,28 @@ def _audit(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 group["numeric"] = asdict(witness) | {"launch": str(witness.launch)}
         reports.append(report)
     return reports
+
+
+def _certificates(kernel: Any, arch: str, launches: Any) -> dict[str, Any]:
+    """Scalars are taken to be multiples of 16, as those of real shapes are."""
+    from te_overrides.audit.certificate import certify, classes
+
+    divisible = tuple(name for name, kind in kernel.signature.items() if kind in ("i32", "i64"))
+    found = classes(certify(kernel, arch, launches, divisible))
+    return {
+        "kernel": kernel.name,
+        "arch": arch,
+        "triton": _triton_version(),
+        "one_class": len(found) == 1 and not found[0][0].unresolved,
+        "unknown": [],
+        "groups": [
+            {
+                "certificate": certificate.as_json(),
+                "launches": [dict((*launch.constexprs, *launch.options)) for launch in members],
+            }
+            for certificate, members in found
+        ],
+    }
 
 
 def _exact(kernel: Any, op: str, arrays: Any) -> Any:
@@ -176,6 +204,32 @@ def _ranges(launches: Sequence[dict[str, Any]]) -> str:
         rest = " ".join(f"{name}={value}" for name, value in launch.items() if name != first)
         lines.setdefault(rest, []).append(str(launch[first]))
     return "\n".join(f"{rest} {first}={','.join(values)}" for rest, values in lines.items())
+
+
+def _show_certificates(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report['kernel']} on {report['arch']} (Triton {report['triton']})", title_justify="left"
+    )
+    for heading in ("class", "launches", "matrix instructions", "reductions", "unresolved"):
+        table.add_column(heading)
+    for number, group in enumerate(report["groups"]):
+        certificate = group["certificate"]
+        dots = (
+            f"{dot['element']} {'x'.join(map(str, dot['instruction']))} kWidth {dot['k_width']}"
+            for dot in certificate["dots"]
+        )
+        reductions = (
+            f"{' '.join(one['combine'])} over {one['extent']}: {one['layout']}"
+            for one in certificate["reductions"]
+        )
+        table.add_row(
+            str(number), _ranges(group["launches"]), "\n".join(dots), "\n".join(reductions),
+            "\n".join(certificate["unresolved"]),
+        )  # fmt: skip
+    Console().print(table)
 
 
 def _show(report: dict[str, Any]) -> None:
@@ -232,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=1))
     else:
         for report in reports:
-            _show(report)
+            (_show_certificates if arguments.certificate else _show)(report)
     if any(len(report["groups"]) > 1 for report in reports):
         return 1
     return 0 if all(report["one_class"] for report in reports) else 3

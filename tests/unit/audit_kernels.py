@@ -112,3 +112,30 @@ def portable_sin(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
 def portable_cos(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
     i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
     tl.store(out_ptr + i, portable_math.cos(tl.load(x_ptr + i, i < n)), i < n)
+
+
+@triton.jit
+def gemm(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    blocks = tl.cdiv(N, BN)
+    rows = (tl.program_id(0) // blocks) * BM + tl.arange(0, BM)
+    columns = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a = tl.load(a_ptr + rows[:, None] * K + (k + inner)[None, :])
+        b = tl.load(b_ptr + (k + inner)[:, None] * N + columns[None, :])
+        acc = tl.dot(a, b, acc)
+    tl.store(c_ptr + rows[:, None] * N + columns[None, :], acc)
+
+
+@triton.jit
+def score_sums(q_ptr, k_ptr, out_ptr, n, S, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inner = tl.arange(0, D)
+    q = tl.load(q_ptr + rows[:, None] * D + inner[None, :])
+    total = tl.zeros((BM,), tl.float32)
+    for s in range(0, S, BN):
+        keys = s + tl.arange(0, BN)
+        k = tl.load(k_ptr + keys[None, :] * D + inner[:, None])
+        total += tl.sum(tl.exp2(tl.dot(q, k)), axis=1)
+    tl.store(out_ptr + rows, total)
