@@ -30,6 +30,7 @@ HANDLERS: dict[str, Handler] = {}
 _RAW = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _STEPS = 2_000_000
 VCC, EXEC = 106, 126
+NULL = Operand("name", value="null")
 
 
 def handler(*opcodes: str) -> Callable[[Handler], Handler]:
@@ -232,6 +233,8 @@ class Machine:
         bits = BITS[kind]
         if operand.kind in ("imm", "fimm"):
             value: Value = self._immediate(operand, kind)
+        elif operand == NULL:
+            value = np.zeros((1, 1), _RAW[bits])
         elif operand.kind in self.registers:
             index = operand.index + offset
             if kind == "b1":
@@ -289,6 +292,8 @@ class Machine:
         return self.seen(self.read_mask(operand))
 
     def write_mask(self, operand: Operand, value: Value) -> None:
+        if operand == NULL:
+            return
         if operand.kind != "s":
             raise Unmodelled("a lane mask written outside scalar registers")
         if operand.index == EXEC:
@@ -322,7 +327,8 @@ class Machine:
             self._write_word(operand.kind, operand.index + offset + 1, self.op("hi32", value))
             return
         if bits == 16:
-            # On gfx9 and later the upper half of a 16-bit result is zero.
+            if not self.program.arch.startswith("gfx9"):
+                raise Unmodelled("a 16-bit result, which keeps the upper half on this architecture")
             value = self.op("pack16", value, np.zeros((1, 1), np.uint16))
         elif bits != 32:
             raise Unmodelled(f"a {bits}-bit result in a register")

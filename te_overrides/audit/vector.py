@@ -103,6 +103,24 @@ def _nothing(machine: Machine, instruction: Instruction) -> None:
     """Timing and caches: no effect on values."""
 
 
+@handler("v_dual")
+def _dual(machine: Machine, instruction: Instruction) -> None:
+    """Both halves read before either writes."""
+    first, second = instruction.pair
+    written = first.operands[0].index
+    registers = machine.registers["v"]
+    before = registers.get(written)
+    for half in (first, second):
+        if half.opcode not in HANDLERS:
+            raise Unmodelled(f"instruction {half.opcode}")
+    HANDLERS[first.opcode](machine, first)
+    after = registers.pop(written)
+    if before is not None:
+        registers[written] = before
+    HANDLERS[second.opcode](machine, second)
+    registers[written] = after
+
+
 # -- comparisons ---------------------------------------------------------------------------------------------
 
 
