@@ -225,7 +225,7 @@ def _any_lane(machine: Machine, value: Value) -> Value:
     return np.broadcast_to(value, (machine.waves, machine.lanes)).any(axis=1)[:, None]
 
 
-_LOGIC = ("and", "or", "xor", "andn2", "orn2", "nand", "nor", "xnor")
+_LOGIC = ("and", "or", "xor", "andn2", "orn2", "and_not1", "or_not1", "nand", "nor", "xnor")
 
 
 def _logic(machine: Machine, instruction: Instruction) -> None:
@@ -238,9 +238,12 @@ def _logic(machine: Machine, instruction: Instruction) -> None:
         return
     kind = "u64" if instruction.opcode.endswith("64") else "u32"
     left, right = machine.read(a, kind), machine.read(b, kind)
-    if name in ("andn2", "orn2"):
+    if name in ("andn2", "orn2", "and_not1", "or_not1"):
         right = machine.op(f"not.{kind}", right)
-    base = {"andn2": "and", "orn2": "or", "nand": "and", "nor": "or", "xnor": "xor"}.get(name, name)
+    base = {
+        "andn2": "and", "and_not1": "and", "orn2": "or", "or_not1": "or",
+        "nand": "and", "nor": "or", "xnor": "xor",
+    }.get(name, name)  # fmt: skip
     result = machine.op(f"{base}.{kind}", left, right)
     if name in ("nand", "nor", "xnor"):
         result = machine.op(f"not.{kind}", result)
@@ -287,7 +290,7 @@ def _saveexec(machine: Machine, instruction: Instruction) -> None:
     _set_scc(machine, _any_lane(machine, value))
 
 
-for _name in ("and", "or", "xor", "andn2", "orn2", "andn1", "nand", "nor", "xnor"):
+for _name in (*_LOGIC, "andn1", "and_not0"):
     HANDLERS[f"s_{_name}_saveexec_b64"] = _saveexec
     HANDLERS[f"s_{_name}_saveexec_b32"] = _saveexec
 
