@@ -19,7 +19,7 @@ _SPECIAL = {
 _SPLIT = re.compile(r",\s*(?![^\[]*\])")
 _LIST_MODIFIER = re.compile(r"\s*\b(op_sel|op_sel_hi|neg_lo|neg_hi):\[([\d,]+)\]")
 _PAIR_MODIFIER = re.compile(
-    r"\s*\b(offset|mul|div|cbsz|abid|blgp|dst_sel|dst_unused|src0_sel|src1_sel|row_shl|row_shr|row_ror|wave_shr"
+    r"\s*\b(offset|offset0|offset1|mul|div|cbsz|abid|blgp|dst_sel|dst_unused|src0_sel|src1_sel|row_shl|row_shr|row_ror|wave_shr"
     r"|wave_ror|row_bcast|row_mask|bank_mask|bound_ctrl|quad_perm|row_newbcast|bitop3|dpp8|format|scope|th"
     r"|row_share|row_xmask|fi):(\[[\d,]+\]|[\w-]+)"
 )

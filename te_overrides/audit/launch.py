@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from te_overrides.audit import scalar, transfer, vector  # noqa: F401  (they register their instructions)
+from te_overrides.audit import exchange, scalar, transfer, vector  # noqa: F401  (they register their instructions)
 from te_overrides.audit.decode import Program
 from te_overrides.audit.machine import Machine
 from te_overrides.audit.memory import NumericBuffer, SymbolicBuffer, Unmodelled, address_of
@@ -83,6 +83,7 @@ def run_programs(
     waves, lanes = kept or (range(num_warps), program.wave_size)
     table = {0: segment} | {index_of[name]: buffer for name, buffer in buffers.items()}
     machine = Machine(program, table, len(programs) * len(waves), lanes, seed_ulps)  # type: ignore[arg-type]
+    machine.group = np.repeat(np.arange(len(programs)), len(waves))[:, None]
     scalars_at = machine.registers["s"]
     at = 0
     for name, count in _USER_SGPRS:

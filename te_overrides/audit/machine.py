@@ -76,6 +76,9 @@ class Machine:
         self._on: NDArray[np.bool_] | None = None
         self.storing: NDArray[np.bool_] = np.zeros((waves, lanes), np.bool_)
         self.scratch: dict[int, Value] = {}
+        # Workgroup of each wave [W, 1], and their shared memory (`exchange.SharedMemory`) once there is any.
+        self.group = np.zeros((waves, 1), np.int64)
+        self.shared: object = None
         # Scalars kept in single lanes of a vector register (V_WRITELANE), by register and lane.
         self.spilled: dict[tuple[int, int], Value] = {}
         # Regions entered by predication: the mask they run under, and what they wrote to scalar registers.

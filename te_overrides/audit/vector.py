@@ -80,6 +80,9 @@ _SDWA = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
 def _alu(machine: Machine, instruction: Instruction) -> None:
     spec = ALU[instruction.opcode]
     semantic = SEMANTICS[spec.semantic]
+    if instruction.encoding == "dpp":
+        HANDLERS["dpp"](machine, instruction)
+        return
     _refuse(instruction, {"clamp", "mul", "div"} | _SDWA)
     args = []
     for slot, position in enumerate(spec.order):
