@@ -227,7 +227,9 @@ def _offsets(instruction: Instruction, unit: int) -> list[int]:
     return [int(str(modifiers.get("offset", 0)))]
 
 
-def _words(instruction: Instruction, address: NDArray[np.int64], on: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+def _words(
+    instruction: Instruction, address: NDArray[np.int64], on: NDArray[np.bool_]
+) -> list[NDArray[np.int64]]:
     size = int(re.findall(r"b(\d+)", instruction.opcode)[-1]) // 8
     places = []
     for offset in _offsets(instruction, size):
@@ -307,8 +309,12 @@ def _read_half(machine: Machine, instruction: Instruction) -> None:
     half = symbolic.lane_mix(start % 4 == 2, machine.op("hi16", word), machine.op("lo16", word))
     zero: Value = np.zeros((1, 1), np.uint16)
     if instruction.opcode.endswith("d16"):
-        machine.write(destination, machine.op("pack16", half, machine.op("hi16", machine.read(destination, "u32"))))
+        machine.write(
+            destination, machine.op("pack16", half, machine.op("hi16", machine.read(destination, "u32")))
+        )
     elif instruction.opcode.endswith("hi"):
-        machine.write(destination, machine.op("pack16", machine.op("lo16", machine.read(destination, "u32")), half))
+        machine.write(
+            destination, machine.op("pack16", machine.op("lo16", machine.read(destination, "u32")), half)
+        )
     else:
         machine.write(destination, machine.op("pack16", half, zero))

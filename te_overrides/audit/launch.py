@@ -20,8 +20,8 @@ _USER_SGPRS = (
     ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("kernarg_segment_ptr", 2),
     ("dispatch_id", 2), ("flat_scratch_init", 2), ("private_segment_size", 1),
 )  # fmt: skip
-# Instructions through which a lane sees another one: every lane must be kept.
-_CROSS_LANE = ("ds_", "v_permlane", "v_mov_b32_dpp", "v_mfma", "v_wmma")
+# Instructions through which a lane sees another one, beyond the first: every lane must be kept.
+_CROSS_LANE = ("ds_", "v_readlane", "v_permlane", "v_mov_b32_dpp", "v_mfma", "v_wmma")
 _MODES = {"float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3,
           "float_denorm_mode_16_64": 3, "dx10_clamp": 1, "ieee_mode": 1}  # fmt: skip
 

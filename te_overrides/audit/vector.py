@@ -381,16 +381,13 @@ def _div_end(machine: Machine, instruction: Instruction) -> None:
 @handler("v_readfirstlane_b32")
 def _readfirstlane(machine: Machine, instruction: Instruction) -> None:
     value = machine.read(instruction.operands[1], "u32")
-    if isinstance(value, Node):
-        raise Unmodelled("one lane's data becomes a scalar")
     if isinstance(machine.exec, Node):
-        if value.shape[1] != 1:
+        if isinstance(value, Node) or value.shape[1] != 1:
             raise Unmodelled("the first lane of a mask that depends on data")
         machine.write(instruction.operands[0], value)
         return
-    first = machine.exec.argmax(axis=1)[:, None]
-    wide = np.broadcast_to(value, (machine.waves, machine.lanes))
-    machine.write(instruction.operands[0], np.take_along_axis(wide, first, axis=1))
+    first = machine.lanes_on().argmax(axis=1)[:, None]
+    machine.write(instruction.operands[0], _lane_of(machine, value, first))
 
 
 def _constant_lane(machine: Machine, operand: Operand) -> int:
@@ -416,11 +413,25 @@ def _readlane(machine: Machine, instruction: Instruction) -> None:
     if (source.index, number) in machine.spilled:
         machine.write(destination, machine.spilled[source.index, number])
         return
-    # Whether the lane is active does not matter here.
+    # Whether the lane is active does not matter here, only whether the wave runs.
     value = machine.registers["v"].get(source.index)
-    if value is None or isinstance(value, Node) or number >= machine.lanes:
-        raise Unmodelled("one lane's data becomes a scalar")
-    machine.write(destination, np.broadcast_to(value, (machine.waves, machine.lanes))[:, number : number + 1])
+    if value is None or number >= machine.lanes:
+        raise Unmodelled("a lane nothing was written to becomes a scalar")
+    if machine.active is not None:
+        value = symbolic.assume(value, np.broadcast_to(machine.active, (machine.waves, machine.lanes)), set())
+    machine.write(destination, _lane_of(machine, value, np.full((machine.waves, 1), number)))
+
+
+def _lane_of(machine: Machine, value: Value, lane: np.ndarray) -> Value:
+    """One lane of each wave, as a scalar [W, 1]."""
+    shape = (machine.waves, machine.lanes)
+    if not isinstance(value, Node):
+        return np.take_along_axis(np.broadcast_to(value, shape), lane, axis=1)
+    h = np.take_along_axis(
+        np.broadcast_to(value.h, (2, *shape)), np.broadcast_to(lane, (2, *lane.shape)), axis=2
+    )
+    bad = np.take_along_axis(np.broadcast_to(value.bad, shape), lane, axis=1)
+    return Node("one lane", (), value.bits, h, bad if bad.any() else np.zeros((1, 1), np.bool_), value.why)
 
 
 @handler("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")
