@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from te_overrides.audit import exchange, scalar, transfer, vector  # noqa: F401  (they register their instructions)
+from te_overrides.audit import exchange, matrix, scalar, transfer, vector  # noqa: F401  (they register their instructions)
 from te_overrides.audit.decode import Program
 from te_overrides.audit.machine import Machine
 from te_overrides.audit.memory import NumericBuffer, SymbolicBuffer, Unmodelled, address_of
