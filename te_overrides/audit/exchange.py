@@ -19,7 +19,7 @@ from te_overrides.audit.machine import HANDLERS, Machine, handler
 from te_overrides.audit.memory import Unmodelled
 from te_overrides.audit.symbolic import Node, Value
 
-__all__ = ["SharedMemory", "from_lanes"]
+__all__ = ["SharedMemory", "from_lanes", "shared_memory"]
 
 _EMPTY, _NUMBER, _WORD, _HALVES = range(4)
 
@@ -206,7 +206,8 @@ class SharedMemory:
         return symbolic.lane_mix(kind == _NUMBER, numbers, whole)
 
 
-def _shared(machine: Machine) -> SharedMemory:
+def shared_memory(machine: Machine) -> SharedMemory:
+    """The launch's shared memory, empty at first."""
     if machine.shared is None:
         machine.shared = SharedMemory(int(machine.group.max()) + 1)
     return machine.shared  # type: ignore[return-value]
@@ -248,7 +249,7 @@ def _write(machine: Machine, instruction: Instruction) -> None:
     registers = [operand.index + step for operand in data for step in range(operand.count)]
     places = _words(instruction, _address(machine, instruction, 0), on)
     for place, register in zip(places, registers, strict=True):
-        _shared(machine).store(machine.group, place, on, machine.register(data[0].kind, register))
+        shared_memory(machine).store(machine.group, place, on, machine.register(data[0].kind, register))
 
 
 def _read(machine: Machine, instruction: Instruction) -> None:
@@ -257,7 +258,7 @@ def _read(machine: Machine, instruction: Instruction) -> None:
         return
     destination = instruction.operands[0]
     for step, place in enumerate(_words(instruction, _address(machine, instruction, 1), on)):
-        machine.write(destination, _shared(machine).load(machine.group, place, on), step)
+        machine.write(destination, shared_memory(machine).load(machine.group, place, on), step)
 
 
 for _size in ("b32", "b64", "b96", "b128"):
@@ -279,7 +280,7 @@ def _write_half(machine: Machine, instruction: Instruction) -> None:
     start = _address(machine, instruction, 0) + _offsets(instruction, 2)[0]
     word = machine.register(data.kind, data.index)
     half = machine.op("hi16" if "hi" in instruction.opcode else "lo16", word)
-    shared = _shared(machine)
+    shared = shared_memory(machine)
     for high in (False, True):
         lanes = on & (start % 4 == (2 if high else 0))
         if not lanes.any():
@@ -305,7 +306,7 @@ def _read_half(machine: Machine, instruction: Instruction) -> None:
         return
     destination = instruction.operands[0]
     start = _address(machine, instruction, 1) + _offsets(instruction, 2)[0]
-    word = _shared(machine).load(machine.group, start // 4, on)
+    word = shared_memory(machine).load(machine.group, start // 4, on)
     half = symbolic.lane_mix(start % 4 == 2, machine.op("hi16", word), machine.op("lo16", word))
     zero: Value = np.zeros((1, 1), np.uint16)
     if instruction.opcode.endswith("d16"):

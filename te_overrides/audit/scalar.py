@@ -173,6 +173,24 @@ for _condition in INTEGER_CONDITIONS:
         HANDLERS[f"s_cmp_{_condition}_{_kind}"] = _compare
 
 
+def _compare_short(machine: Machine, instruction: Instruction) -> None:
+    """Against a 16-bit constant, extended as the comparison is signed or not."""
+    _, _, condition, kind = instruction.opcode.split("_")
+    a, constant = instruction.operands
+    short = int(constant.value) & 0xFFFF
+    right: Value = np.full((1, 1), short, np.uint32) if kind == "u32" else _signed16(constant)
+    name, exchange, negate = INTEGER_CONDITIONS[condition]
+    left = machine.read(a, kind)
+    kind = "u32" if name == "eq" else kind
+    value = machine.op(f"{name}.{kind}", *((right, left) if exchange else (left, right)))
+    _set_scc(machine, symbolic.invert(value) if negate else value)
+
+
+for _condition in INTEGER_CONDITIONS:
+    for _kind in ("i32", "u32"):
+        HANDLERS[f"s_cmpk_{_condition}_{_kind}"] = _compare_short
+
+
 @handler("s_bitcmp0_b32", "s_bitcmp1_b32")
 def _bitcmp(machine: Machine, instruction: Instruction) -> None:
     a, bit = (machine.read(operand, "u32") for operand in instruction.operands)
