@@ -319,3 +319,29 @@ def _read_half(machine: Machine, instruction: Instruction) -> None:
         )
     else:
         machine.write(destination, machine.op("pack16", half, zero))
+
+
+@handler("ds_read_b64_tr_b16")
+def _read_transposed(machine: Machine, instruction: Instruction) -> None:
+    """Sixteen lanes read 16 × 4 halves; lane l of them gets column l of the 4 × 16 matrix those make."""
+    on = _full_exec(machine)
+    if not on.all():
+        raise Unmodelled("a transposing read with inactive lanes")
+    start = _address(machine, instruction, 1) + _offsets(instruction, 8)[0]
+    if (start % 8 != 0).any():
+        raise Unmodelled("a transposing read at an address of this alignment")
+    words = [shared_memory(machine).load(machine.group, start // 4 + step, on) for step in range(2)]
+    halves = [machine.op(name, word) for word in words for name in ("lo16", "hi16")]
+    lane = np.arange(machine.lanes)
+    column = lane % 16
+    elements: list[Value] = []
+    for row in range(4):
+        source = lane - column + 4 * row + column // 4
+        value: Value = from_lanes(machine, halves[0], source[None])
+        for place in range(1, 4):
+            moved = from_lanes(machine, halves[place], source[None])
+            value = symbolic.lane_mix((column % 4 == place)[None], moved, value)
+        elements.append(value)
+    for step in range(2):
+        word = machine.op("pack16", elements[2 * step], elements[2 * step + 1])
+        machine.write(instruction.operands[0], word, step)

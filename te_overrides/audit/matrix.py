@@ -1,8 +1,8 @@
 """Matrix instructions, symbolically: what meets in one MFMA, in which position, on top of which accumulator.
 
 How the hardware adds inside one instruction is not documented, so its result is a function of the opcode, the
-accumulator and the products *by K position*. Two launches are equal if their chains are. The numeric engine
-has no numbers for it. Lanes hold A[i, k], B[k, j] and D[i, j] as the CDNA3 and CDNA4 manuals lay them out for one block.
+accumulator and the products *by K position*. Two launches are equal if their chains are. The numeric engine computes it
+only where no order of addition could round: integers below 2^24, which is what layouts are checked with. Lanes hold A[i, k], B[k, j] and D[i, j] as the CDNA3 and CDNA4 manuals lay them out for one block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _wide(machine: Machine, value: Value) -> NDArray[np.uint64]:
     return np.broadcast_to(symbolic.hash_of(value), (2, machine.waves, machine.lanes))
 
 
-def _factors(machine: Machine, operand: Operand, rows: int, depth: int) -> tuple[NDArray[np.uint64], list[Value]]:
+def _factors(
+    machine: Machine, operand: Operand, rows: int, depth: int
+) -> tuple[NDArray[np.uint64], list[Value]]:
     """Hashes [2, W, rows, depth] of A (or of B transposed): lane i + rows * g holds depth / groups indices."""
     each = depth * rows // machine.lanes
     if operand.count * 2 != each:
@@ -66,8 +68,9 @@ def _mfma(machine: Machine, instruction: Instruction) -> None:
         sums: list[Value] = [machine.register(c.kind, c.index + step) for step in range(registers)]
     else:
         sums = [machine.read(c, "f32")] * registers
-    if not any(isinstance(value, Node) for value in (*left_values, *right_values)):
-        raise Unmodelled("a matrix instruction on numbers")
+    if not any(isinstance(value, Node) for value in (*left_values, *right_values, *sums)):
+        _on_integers(machine, instruction, (rows, depth), left_values, right_values, sums)
+        return
     row, column = _places(rows, registers)
     # [2, W, 64, registers], then a chain over K; multiplication commutes, positions do not.
     state = np.stack([_wide(machine, value) for value in sums], axis=-1)
@@ -85,7 +88,41 @@ def _mfma(machine: Machine, instruction: Instruction) -> None:
         machine.write(destination, Node("mfma", (), 32, state[..., step], flags, why), step)
 
 
+def _on_integers(
+    machine: Machine,
+    instruction: Instruction,
+    shape: tuple[int, int],
+    left: list[Value],
+    right: list[Value],
+    sums: list[Value],
+) -> None:
+    rows, depth = shape
+    half = np.float16 if "bf16" not in instruction.opcode else None
+
+    def matrix(values: list[Value]) -> NDArray[np.float64]:
+        raw = np.stack([np.broadcast_to(value, (machine.waves, 64)) for value in values], axis=-1)
+        real = raw.view(half) if half else (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        shaped = real.astype(np.float64).reshape(machine.waves, 64 // rows, rows, len(values))
+        return shaped.transpose(0, 2, 1, 3).reshape(machine.waves, rows, depth)
+
+    a, b = matrix(left), matrix(right)
+    row, column = _places(rows, len(sums))
+    words = [np.broadcast_to(value, (machine.waves, 64)) for value in sums]
+    c = np.stack(words, axis=-1).view(np.float32).astype(np.float64)
+    size = np.abs(a) @ np.abs(b).transpose(0, 2, 1)
+    whole = all(bool((part == np.rint(part)).all()) for part in (a, b, c))
+    if not whole or size.max() + np.abs(c).max() >= 2**24:
+        raise Unmodelled("a matrix instruction whose sum may be rounded, in an order nobody documents")
+    result = (c + (a @ b.transpose(0, 2, 1))[:, row, column]).astype(np.float32)
+    for step in range(len(sums)):
+        machine.write(instruction.operands[0], np.ascontiguousarray(result[..., step]).view(np.uint32), step)
+
+
 for _shape in SHAPES:
     for _kind in ("bf16", "f16"):
-        for _name in (f"v_mfma_f32_{_shape}_{_kind}", f"v_mfma_f32_{_shape}{_kind}_1k", f"v_mfma_f32_{_shape}{_kind}"):
+        for _name in (
+            f"v_mfma_f32_{_shape}_{_kind}",
+            f"v_mfma_f32_{_shape}{_kind}_1k",
+            f"v_mfma_f32_{_shape}{_kind}",
+        ):
             HANDLERS[_name] = _mfma

@@ -216,6 +216,23 @@ def _bfi(machine: Machine, instruction: Instruction) -> None:
     machine.write(instruction.operands[0], machine.op("or.u32", kept, rest))
 
 
+@handler("v_bitop3_b32")
+def _bitop3(machine: Machine, instruction: Instruction) -> None:
+    """Any function of three bits: bit 4a + 2b + c of the table."""
+    _refuse(instruction, {"bitop3"})
+    table = int(str(instruction.modifiers.get("bitop3", "0")), 0)
+    sources = [machine.read(operand, "u32") for operand in instruction.operands[1:4]]
+    result: Value = np.zeros((1, 1), np.uint32)
+    for entry in range(8):
+        if table >> entry & 1:
+            term: Value = np.full((1, 1), 0xFFFFFFFF, np.uint32)
+            for position, source in enumerate(sources):
+                wanted = source if entry >> (2 - position) & 1 else machine.op("not.u32", source)
+                term = machine.op("and.u32", term, wanted)
+            result = machine.op("or.u32", result, term)
+    machine.write(instruction.operands[0], result)
+
+
 @handler("v_lshl_add_u64")
 def _lshl_add_u64(machine: Machine, instruction: Instruction) -> None:
     _refuse(instruction, set())
