@@ -162,7 +162,8 @@ class SharedMemory:
         self.bad = np.zeros((groups, 0), np.bool_)
         self.why: frozenset[str] = frozenset()
 
-    def _grow(self, words: int) -> None:
+    def grow(self, words: int) -> None:
+        """Make room for `words` words a workgroup."""
         more = words - self.kind.shape[1]
         if more > 0:
             more = max(more, self.kind.shape[1], 256)
@@ -172,7 +173,7 @@ class SharedMemory:
             self.h = np.pad(self.h, ((0, 0), (0, 0), (0, more), (0, 0)))
 
     def store(self, group: NDArray, word: NDArray, on: NDArray[np.bool_], value: Value) -> None:
-        self._grow(int(word[on].max()) + 1)
+        self.grow(int(word[on].max()) + 1)
         at = np.broadcast_to(group, on.shape)[on], word[on]
         if not isinstance(value, Node):
             self.kind[at], self.number[at] = _NUMBER, np.broadcast_to(value, on.shape)[on]
@@ -189,7 +190,7 @@ class SharedMemory:
 
     def load(self, group: NDArray, word: NDArray, on: NDArray[np.bool_]) -> Value:
         word = np.where(on, word, word[on].min())
-        self._grow(int(word.max()) + 1)
+        self.grow(int(word.max()) + 1)
         at = np.broadcast_to(group, on.shape), word
         kind = np.where(on, self.kind[at], self.kind[at][on][0])
         numbers = self.number[at]
@@ -276,7 +277,7 @@ def _write_half(machine: Machine, instruction: Instruction) -> None:
     on = _full_exec(machine)
     if not on.any():
         return
-    address, data = instruction.operands[:2]
+    data = instruction.operands[1]
     start = _address(machine, instruction, 0) + _offsets(instruction, 2)[0]
     word = machine.register(data.kind, data.index)
     half = machine.op("hi16" if "hi" in instruction.opcode else "lo16", word)
@@ -285,7 +286,7 @@ def _write_half(machine: Machine, instruction: Instruction) -> None:
         lanes = on & (start % 4 == (2 if high else 0))
         if not lanes.any():
             continue
-        shared._grow(int((start[lanes] // 4).max()) + 1)
+        shared.grow(int((start[lanes] // 4).max()) + 1)
         at = np.broadcast_to(machine.group, lanes.shape)[lanes], (start // 4)[lanes]
         if (shared.kind[at] == _NUMBER).any() or (shared.kind[at] == _WORD).any():
             raise Unmodelled("half of a word of shared memory is overwritten")
@@ -296,7 +297,6 @@ def _write_half(machine: Machine, instruction: Instruction) -> None:
         shared.kind[at] = _HALVES
         shared.bad[at] |= np.broadcast_to(half.bad, lanes.shape)[lanes]
         shared.why |= half.why
-    del address
 
 
 @handler("ds_read_u16", "ds_read_u16_d16", "ds_read_u16_d16_hi")

@@ -1,8 +1,9 @@
 """Matrix instructions, symbolically: what meets in one MFMA, in which position, on top of which accumulator.
 
 How the hardware adds inside one instruction is not documented, so its result is a function of the opcode, the
-accumulator and the products *by K position*. Two launches are equal if their chains are. The numeric engine computes it
-only where no order of addition could round: integers below 2^24, which is what layouts are checked with. Lanes hold A[i, k], B[k, j] and D[i, j] as the CDNA3 and CDNA4 manuals lay them out for one block.
+accumulator and the products *by K position*. Two launches are equal if their chains are. The numeric engine
+computes it only where no order of addition could round: integers below 2^24, which is what layouts are checked
+with. Lanes hold A[i, k], B[k, j] and D[i, j] as the CDNA3 and CDNA4 manuals lay them out for one block.
 """
 
 from __future__ import annotations
