@@ -112,8 +112,8 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         if found not in self.lock.accepted(str(override.target)):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))
         replacement = override.build(original)
-        if not hasattr(replacement, "__wrapped__"):
-            functools.update_wrapper(replacement, original, updated=())
+        # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
+        functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
         setattr(override.target.owner(module), override.target.name, replacement)
         self.ledger.move(
