@@ -9,7 +9,9 @@ at different times, and a collective there would wait for a stage that waits for
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +79,44 @@ def _check_process(ledger: Any) -> None:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         _compare_with_rank_0(ledger.digest(), rank)
+    _compare_with_checkpoint(ledger.digest())
     if rank == 0:
-        previous = previous_digest()
-        patch_gate.write(
-            ledger, ledger_path(), world_size=dist.get_world_size() if dist.is_initialized() else 1
-        )
-        print(patch_gate.table(ledger), flush=True)
-        if previous not in (None, ledger.digest()):
-            print(
-                f"  NOTE the ledger that lay at {ledger_path()} had digest {previous}: its run had other bits",
-                flush=True,
-            )
-        print(f"  ledger: {ledger_path()}", flush=True)
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        for path in [ledger_path(), *_beside("save")]:
+            patch_gate.write(ledger, path, world_size=size)
+        print(f"{patch_gate.table(ledger)}\n  ledger: {ledger_path()}", flush=True)
     _process_passed = True
 
 
-def previous_digest() -> str | None:
-    """Digest of the ledger file of an earlier run at the same place, or None."""
-    import json
+def _beside(argument: str) -> list[Path]:
+    """The ledger's place in Megatron's checkpoint folder ``args.save`` or ``args.load``, if the run has one."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    folder = getattr(args, argument, None)
+    return [Path(folder) / LEDGER_NAME] if folder and Path(folder).is_dir() else []
 
-    try:
-        return str(json.loads(ledger_path().read_text())["digest"])
-    except (OSError, ValueError, KeyError):
-        return None
+
+def _compare_with_checkpoint(digest: str) -> None:
+    """A resumed run must be the run that wrote the checkpoint; a checkpoint without a ledger says nothing.
+
+    Raises:
+        GateError: the checkpoint's neighbour has another digest.
+    """
+    for path in _beside("load"):
+        try:
+            wrote = json.loads(path.read_text())["digest"]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError) as error:
+            raise GateError(
+                f"sought the ledger beside the checkpoint in {path}, found {error!r}; restore or remove it"
+            ) from error
+        if wrote != digest:
+            raise GateError(
+                f"the checkpoint in {path.parent} was written by a run with ledger digest {wrote}, this run has "
+                f"{digest}: resuming would not continue that run's bits. Install what wrote it (the file lists "
+                f"overrides and versions), or remove {path} to go on knowingly."
+            )
 
 
 def _compare_with_rank_0(digest: str, rank: int) -> None:
