@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import typing
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,18 @@ def main() -> None:
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     results = train(args, core_transformer_config_from_args(args))
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, results)
     if dist.get_rank() == 0:
-        torch.save(results, args.result)
+        first, last = stages[0], stages[-1]
+        assert first is not None and last is not None
+        # Losses exist on the last pipeline stage, weights on each.
+        torch.save({**last, "weights": {**first["weights"], **last["weights"]}}, args.result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -112,17 +119,28 @@ def build(args: Any, config: Any) -> Any:
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
-    generator = torch.Generator().manual_seed(5)
     tp, rank = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shape = list(parameter.shape)
             if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
                 shape[parameter.partition_dim] *= tp
-            full = torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
+            seed = zlib.crc32(global_name(model, name).encode())
+            full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + ("norm" in name)
             parameter.copy_(step0_model._shard(name, full, parameter, tp, rank))
     return model
+
+
+def global_name(model: Any, name: str) -> str:
+    """A parameter's name in the whole model: a pipeline stage counts its layers from zero."""
+    head, found, tail = name.partition("decoder.layers.")
+    if not found:
+        return name
+    index, _, rest = tail.partition(".")
+    return f"{head}{found}{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
 
 
 def train(args: Any, config: Any) -> dict[str, Any]:
@@ -196,15 +214,17 @@ def train(args: Any, config: Any) -> dict[str, Any]:
         )
         _, norm, _ = optimizer.step()
         out["norms"].append(float(norm))
-        whole = [step0_model._whole_sequence(s["losses"], layout, positions) for s in step]
-        out["losses"].append(torch.stack(whole))
+        if parallel_state.is_pipeline_last_stage():
+            whole = [step0_model._whole_sequence(s["losses"], layout, positions) for s in step]
+            out["losses"].append(torch.stack(whole))
     group = parallel_state.get_tensor_model_parallel_group()
     weights = {}
-    for name, parameter in ddp.named_parameters():
+    inner = model.module if args.bf16 else model
+    for name, parameter in inner.named_parameters():
         value = parameter.detach().clone()
         if layout.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
             value = step0_model._unshard(name, step0_model._gather(value, group), parameter.partition_dim)
-        weights[name] = value
+        weights[global_name(inner, name)] = value
     out["weights"] = weights
     return out
 

@@ -31,6 +31,7 @@ MODEL = (
 LAYOUTS = {
     "TP2xCP2+SP": (4, "--make-vocab-size-divisible-by 512 --tensor-model-parallel-size 2 --context-parallel-size 2 "
                    "--sequence-parallel"),
+    "PP2": (2, "--make-vocab-size-divisible-by 1024 --pipeline-model-parallel-size 2"),
     "TP4xCP2+SP, distributed optimizer": (8, "--make-vocab-size-divisible-by 256 --tensor-model-parallel-size 4 "
                                           "--context-parallel-size 2 --sequence-parallel --use-distributed-optimizer"),
 }  # fmt: skip
