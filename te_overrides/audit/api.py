@@ -110,7 +110,7 @@ def _run(
     names, types = _runtime(kernel, launch)
     scalars = _scalars(kernel, launch, elements)
     block = int(launch.constexpr(kernel.block))
-    programs = range(-(-elements // block))
+    programs = range(kernel.programs(launch, elements) if kernel.programs else -(-elements // block))
     kept = None
     if block < program.wave_size * launch.num_warps:
         probe = run_programs(

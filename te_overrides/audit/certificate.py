@@ -73,8 +73,10 @@ _REDUCE = re.compile(
 _COMBINE = re.compile(
     r"= ((?:arith|math|tt|llvm)\.[\w.]+)|(tt\.elementwise_inline_asm|tt\.extern_elementwise)"
 )
-_FLOAT = re.compile(r"v_(?:pk_)?((?:\w+_)?(?:add|sub|subrev|mul|fma|fmac|fmaak|fmamk|mac|mad|max|min|rcp|rsq|sqrt|exp"
-                    r"|log|cvt|ldexp|div_\w+|dot\w*)_\w*(?:f16|f32|f64|bf16)\w*)")  # fmt: skip
+_FLOAT = re.compile(
+    r"v_(?:pk_)?((?:\w+_)?(?:add|sub|subrev|mul|fma|fmac|fmaak|fmamk|mac|mad|max|min|rcp|rsq|sqrt|exp|log|cvt|ldexp"
+    r"|div_\w+|dot\w*)_\w*(?:f16|f32|f64|bf16)\w*)"
+)
 _CANONICAL = (("subrev", "add"), ("sub_", "add_"), ("fmaak", "fma"), ("fmamk", "fma"), ("fmac", "fma"))
 
 

@@ -54,6 +54,7 @@ class Kernel:
             and the number of elements; integers default to the number of elements audited.
         constexprs: constexprs that are the same in every launch.
         block: the constexpr that says how many elements one program handles.
+        programs: number of programs of a launch, from it and the elements; elements / block, rounded up, unless given.
         sizes: elements of a pointer's buffer as a multiple of the elements audited (1 unless given).
     """
 
@@ -63,6 +64,7 @@ class Kernel:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     block: str = "XBLOCK"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    programs: Callable[[Launch, int], int] | None = None
 
     def __post_init__(self) -> None:
         names = set(self.fn.arg_names)

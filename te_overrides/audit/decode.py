@@ -19,7 +19,7 @@ _SPECIAL = {
 _SPLIT = re.compile(r",\s*(?![^\[]*\])")
 _LIST_MODIFIER = re.compile(r"\s*\b(op_sel|op_sel_hi|neg_lo|neg_hi):\[([\d,]+)\]")
 _PAIR_MODIFIER = re.compile(
-    r"\s*\b(offset|mul|div|cbsz|abid|blgp|dst_sel|dst_unused|src0_sel|src1_sel|row_shl|row_shr|row_ror|wave_shr"
+    r"\s*\b(offset|offset0|offset1|mul|div|cbsz|abid|blgp|dst_sel|dst_unused|src0_sel|src1_sel|row_shl|row_shr|row_ror|wave_shr"
     r"|wave_ror|row_bcast|row_mask|bank_mask|bound_ctrl|quad_perm|row_newbcast|bitop3|dpp8|format|scope|th"
     r"|row_share|row_xmask|fi):(\[[\d,]+\]|[\w-]+)"
 )
@@ -46,7 +46,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One machine instruction; `opcode` is without the `_e32`/`_e64`/`_sdwa`/`_dpp` ending, which is `encoding`."""
+    """One machine instruction; `opcode` is without the `_e32`/`_e64`/`_sdwa`/`_dpp` ending, which is `encoding`.
+
+    `pair` holds the two halves of a dual-issue instruction, whose opcode is then `v_dual`.
+    """
 
     opcode: str
     encoding: str
@@ -54,6 +57,7 @@ class Instruction:
     modifiers: dict[str, object] = field(default_factory=dict)
     text: str = ""
     line: int = 0
+    pair: tuple[Instruction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ def _operand(text: str) -> Operand:
 
 
 def _instruction(text: str, line: int) -> Instruction:
+    if "::" in text:
+        halves = (part.strip().replace("v_dual_", "v_", 1) for part in text.split("::"))
+        return Instruction("v_dual", "", text=text, line=line, operands=(), pair=tuple(
+            _instruction(half, line) for half in halves
+        ))  # fmt: skip
     opcode, _, rest = text.partition(" ")
     modifiers: dict[str, object] = {}
     for match in _LIST_MODIFIER.finditer(rest):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from te_overrides.audit import scalar, transfer, vector  # noqa: F401  (they register their instructions)
+from te_overrides.audit import exchange, matrix, scalar, transfer, vector  # noqa: F401  (they register their instructions)
 from te_overrides.audit.decode import Program
 from te_overrides.audit.machine import Machine
 from te_overrides.audit.memory import NumericBuffer, SymbolicBuffer, Unmodelled, address_of
@@ -20,8 +20,8 @@ _USER_SGPRS = (
     ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("kernarg_segment_ptr", 2),
     ("dispatch_id", 2), ("flat_scratch_init", 2), ("private_segment_size", 1),
 )  # fmt: skip
-# Instructions through which a lane sees another one: every lane must be kept.
-_CROSS_LANE = ("ds_", "v_permlane", "v_mov_b32_dpp", "v_mfma", "v_wmma")
+# Instructions through which a lane sees another one, beyond the first: every lane must be kept.
+_CROSS_LANE = ("ds_", "v_readlane", "v_permlane", "v_mov_b32_dpp", "v_mfma", "v_wmma")
 _MODES = {"float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3,
           "float_denorm_mode_16_64": 3, "dx10_clamp": 1, "ieee_mode": 1}  # fmt: skip
 
@@ -83,6 +83,7 @@ def run_programs(
     waves, lanes = kept or (range(num_warps), program.wave_size)
     table = {0: segment} | {index_of[name]: buffer for name, buffer in buffers.items()}
     machine = Machine(program, table, len(programs) * len(waves), lanes, seed_ulps)  # type: ignore[arg-type]
+    machine.group = np.repeat(np.arange(len(programs)), len(waves))[:, None]
     scalars_at = machine.registers["s"]
     at = 0
     for name, count in _USER_SGPRS:

@@ -30,6 +30,7 @@ HANDLERS: dict[str, Handler] = {}
 _RAW = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _STEPS = 2_000_000
 VCC, EXEC = 106, 126
+NULL = Operand("name", value="null")
 
 
 def handler(*opcodes: str) -> Callable[[Handler], Handler]:
@@ -75,6 +76,9 @@ class Machine:
         self._on: NDArray[np.bool_] | None = None
         self.storing: NDArray[np.bool_] = np.zeros((waves, lanes), np.bool_)
         self.scratch: dict[int, Value] = {}
+        # Workgroup of each wave [W, 1], and their shared memory (`exchange.SharedMemory`) once there is any.
+        self.group = np.zeros((waves, 1), np.int64)
+        self.shared: object = None
         # Scalars kept in single lanes of a vector register (V_WRITELANE), by register and lane.
         self.spilled: dict[tuple[int, int], Value] = {}
         # Regions entered by predication: the mask they run under, and what they wrote to scalar registers.
@@ -232,6 +236,8 @@ class Machine:
         bits = BITS[kind]
         if operand.kind in ("imm", "fimm"):
             value: Value = self._immediate(operand, kind)
+        elif operand == NULL:
+            value = np.zeros((1, 1), _RAW[bits])
         elif operand.kind in self.registers:
             index = operand.index + offset
             if kind == "b1":
@@ -289,6 +295,8 @@ class Machine:
         return self.seen(self.read_mask(operand))
 
     def write_mask(self, operand: Operand, value: Value) -> None:
+        if operand == NULL:
+            return
         if operand.kind != "s":
             raise Unmodelled("a lane mask written outside scalar registers")
         if operand.index == EXEC:
@@ -322,7 +330,8 @@ class Machine:
             self._write_word(operand.kind, operand.index + offset + 1, self.op("hi32", value))
             return
         if bits == 16:
-            # On gfx9 and later the upper half of a 16-bit result is zero.
+            if not self.program.arch.startswith("gfx9"):
+                raise Unmodelled("a 16-bit result, which keeps the upper half on this architecture")
             value = self.op("pack16", value, np.zeros((1, 1), np.uint16))
         elif bits != 32:
             raise Unmodelled(f"a {bits}-bit result in a register")

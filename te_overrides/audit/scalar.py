@@ -173,6 +173,24 @@ for _condition in INTEGER_CONDITIONS:
         HANDLERS[f"s_cmp_{_condition}_{_kind}"] = _compare
 
 
+def _compare_short(machine: Machine, instruction: Instruction) -> None:
+    """Against a 16-bit constant, extended as the comparison is signed or not."""
+    _, _, condition, kind = instruction.opcode.split("_")
+    a, constant = instruction.operands
+    short = int(constant.value) & 0xFFFF
+    right: Value = np.full((1, 1), short, np.uint32) if kind == "u32" else _signed16(constant)
+    name, exchange, negate = INTEGER_CONDITIONS[condition]
+    left = machine.read(a, kind)
+    kind = "u32" if name == "eq" else kind
+    value = machine.op(f"{name}.{kind}", *((right, left) if exchange else (left, right)))
+    _set_scc(machine, symbolic.invert(value) if negate else value)
+
+
+for _condition in INTEGER_CONDITIONS:
+    for _kind in ("i32", "u32"):
+        HANDLERS[f"s_cmpk_{_condition}_{_kind}"] = _compare_short
+
+
 @handler("s_bitcmp0_b32", "s_bitcmp1_b32")
 def _bitcmp(machine: Machine, instruction: Instruction) -> None:
     a, bit = (machine.read(operand, "u32") for operand in instruction.operands)
@@ -225,7 +243,7 @@ def _any_lane(machine: Machine, value: Value) -> Value:
     return np.broadcast_to(value, (machine.waves, machine.lanes)).any(axis=1)[:, None]
 
 
-_LOGIC = ("and", "or", "xor", "andn2", "orn2", "nand", "nor", "xnor")
+_LOGIC = ("and", "or", "xor", "andn2", "orn2", "and_not1", "or_not1", "nand", "nor", "xnor")
 
 
 def _logic(machine: Machine, instruction: Instruction) -> None:
@@ -238,9 +256,12 @@ def _logic(machine: Machine, instruction: Instruction) -> None:
         return
     kind = "u64" if instruction.opcode.endswith("64") else "u32"
     left, right = machine.read(a, kind), machine.read(b, kind)
-    if name in ("andn2", "orn2"):
+    if name in ("andn2", "orn2", "and_not1", "or_not1"):
         right = machine.op(f"not.{kind}", right)
-    base = {"andn2": "and", "orn2": "or", "nand": "and", "nor": "or", "xnor": "xor"}.get(name, name)
+    base = {
+        "andn2": "and", "and_not1": "and", "orn2": "or", "or_not1": "or",
+        "nand": "and", "nor": "or", "xnor": "xor",
+    }.get(name, name)  # fmt: skip
     result = machine.op(f"{base}.{kind}", left, right)
     if name in ("nand", "nor", "xnor"):
         result = machine.op(f"not.{kind}", result)
@@ -287,7 +308,7 @@ def _saveexec(machine: Machine, instruction: Instruction) -> None:
     _set_scc(machine, _any_lane(machine, value))
 
 
-for _name in ("and", "or", "xor", "andn2", "orn2", "andn1", "nand", "nor", "xnor"):
+for _name in (*_LOGIC, "andn1", "and_not0"):
     HANDLERS[f"s_{_name}_saveexec_b64"] = _saveexec
     HANDLERS[f"s_{_name}_saveexec_b32"] = _saveexec
 

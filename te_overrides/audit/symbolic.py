@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 __all__ = [
     "Node",
     "Value",
+    "absorb",
     "assume",
     "bits_of",
     "conjuncts",
@@ -34,6 +35,7 @@ __all__ = [
     "lane_mix",
     "make",
     "possible",
+    "tag",
     "unknown",
 ]
 
@@ -66,15 +68,18 @@ Value = NDArray | Node
 
 
 @cache
-def _tag(op: str, bits: int) -> NDArray[np.uint64]:
+def tag(op: str, bits: int) -> NDArray[np.uint64]:
+    """The state [2, 1, 1] a hash of operation `op` starts from."""
     digest = hashlib.blake2b(f"{op}/{bits}".encode(), digest_size=16).digest()
     return np.frombuffer(digest, np.uint64).reshape(2, 1, 1).copy()
 
 
-def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ word) * _K1
+def absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The next state of a hash [2, …] after one more word; what came first matters."""
+    shape = (2, *(1,) * (max(state.ndim, word.ndim) - 1))
+    state = (state ^ word) * _K1.reshape(shape)
     state ^= state >> np.uint64(32)
-    state *= _K2
+    state *= _K2.reshape(shape)
     state ^= state >> np.uint64(29)
     return state
 
@@ -88,7 +93,7 @@ def bits_of(value: Value) -> int:
 
 def constant_hash(value: NDArray) -> NDArray[np.uint64]:
     """Lane hashes [2, W, L] of a concrete vector."""
-    return _absorb(_tag("const", bits_of(value)), value.astype(np.uint64)[None])
+    return absorb(tag("const", bits_of(value)), value.astype(np.uint64)[None])
 
 
 def hash_of(value: Value) -> NDArray[np.uint64]:
@@ -98,7 +103,7 @@ def hash_of(value: Value) -> NDArray[np.uint64]:
 def element_hashes(name: str, count: int) -> NDArray[np.uint64]:
     """Hashes [2, count] of the elements of an input buffer: each is its own unknown quantity."""
     index = np.arange(count, dtype=np.uint64).reshape(1, 1, count)
-    return _absorb(_tag(f"element of {name}", 0), index)[:, 0, :]
+    return absorb(tag(f"element of {name}", 0), index)[:, 0, :]
 
 
 def _badness(values: Sequence[Value]) -> tuple[NDArray[np.bool_], frozenset[str]]:
@@ -113,7 +118,7 @@ def _badness(values: Sequence[Value]) -> tuple[NDArray[np.bool_], frozenset[str]
 def unknown(reason: str, bits: int) -> Node:
     """A value nothing is known of: it compares equal to nothing, wherever it came from."""
     bad = np.ones((1, 1), np.bool_)
-    return Node("unknown", (), bits, _tag(f"unknown {reason}", bits), bad, frozenset((reason,)))
+    return Node("unknown", (), bits, tag(f"unknown {reason}", bits), bad, frozenset((reason,)))
 
 
 def _under(condition: NDArray[np.bool_], value: Value, side: int) -> Value:
@@ -165,9 +170,9 @@ def _hash(op: str, bits: int, args: Sequence[Value]) -> NDArray[np.uint64]:
         left, right = hashes[0], hashes[1]
         swap = (left[0] > right[0])[None]
         hashes[0], hashes[1] = np.where(swap, right, left), np.where(swap, left, right)
-    state = _tag(op, bits)
+    state = tag(op, bits)
     for word in hashes:
-        state = _absorb(state, word)
+        state = absorb(state, word)
     return state
 
 

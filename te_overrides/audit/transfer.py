@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from te_overrides.audit import symbolic
 from te_overrides.audit.decode import Instruction, Operand
+from te_overrides.audit.exchange import shared_memory
 from te_overrides.audit.machine import HANDLERS, Machine
 from te_overrides.audit.memory import BUFFER_SHIFT, SymbolicBuffer, Unmodelled
 from te_overrides.audit.symbolic import Node, Value
@@ -19,6 +20,7 @@ _SIZES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "ubyte": 1, "s
           "sshort": 2, "byte": 1, "short": 2, "short_d16": 2, "short_d16_hi": 2, "byte_d16_hi": 1,
           "b32": 4, "b64": 8, "b96": 12, "b128": 16, "u8": 1, "i8": 1, "u16": 2, "i16": 2, "b8": 1, "b16": 2,
           "d16_b16": 2, "d16_hi_b16": 2, "ubyte_d16": 1, "ubyte_d16_hi": 1}  # fmt: skip
+_M0 = 124
 _PLAIN = {"offset", "offen", "nt", "sc0", "sc1", "glc", "slc", "dlc", "off", "scope", "th"}
 
 
@@ -116,6 +118,22 @@ def _global_store(machine: Machine, instruction: Instruction) -> None:
     moved = Instruction(instruction.opcode, "", (vector, *rest), instruction.modifiers)
     words = _stored_words(machine, data, kind, size)
     _store(machine, _global_address(machine, moved, 0), machine.lanes_on(), size, words)
+
+
+def _load_to_shared(machine: Machine, instruction: Instruction) -> None:
+    """Global memory straight to shared memory: lane l writes at M0 + offset + l * size."""
+    size = _SIZES[instruction.opcode.rsplit("_", 1)[1]]
+    lanes = machine.lanes_on()
+    if isinstance(machine.exec, Node) or size % 4:
+        raise Unmodelled("a load to shared memory of this form")
+    words = _load(machine, _global_address(machine, instruction, 0), lanes, size)
+    if words is None:
+        return
+    base = _number(machine.read(Operand("s", _M0), "u32"), "an address in shared memory").astype(np.int64)
+    start = base + _offset(instruction) + np.arange(machine.lanes)[None] * size
+    start = np.broadcast_to(start, lanes.shape)
+    for step, word in enumerate(words):
+        shared_memory(machine).store(machine.group, start // 4 + step, lanes, word)
 
 
 def _buffer_place(machine: Machine, instruction: Instruction) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
@@ -217,6 +235,8 @@ def _scratch(machine: Machine, instruction: Instruction) -> None:
             machine.write(data, found, word)
 
 
+for _kind in ("dword", "dwordx3", "dwordx4"):
+    HANDLERS[f"global_load_lds_{_kind}"] = _load_to_shared
 for _kind in _SIZES:
     for _space in ("global", "flat"):
         HANDLERS[f"{_space}_load_{_kind}"] = _global_load

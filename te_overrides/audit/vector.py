@@ -80,6 +80,9 @@ _SDWA = {"dst_sel", "dst_unused", "src0_sel", "src1_sel"}
 def _alu(machine: Machine, instruction: Instruction) -> None:
     spec = ALU[instruction.opcode]
     semantic = SEMANTICS[spec.semantic]
+    if instruction.encoding == "dpp":
+        HANDLERS["dpp"](machine, instruction)
+        return
     _refuse(instruction, {"clamp", "mul", "div"} | _SDWA)
     args = []
     for slot, position in enumerate(spec.order):
@@ -101,6 +104,24 @@ for _opcode in ALU:
 @handler("sched_barrier", "s_set_inst_prefetch_distance", "s_icache_inv", "s_code_end")
 def _nothing(machine: Machine, instruction: Instruction) -> None:
     """Timing and caches: no effect on values."""
+
+
+@handler("v_dual")
+def _dual(machine: Machine, instruction: Instruction) -> None:
+    """Both halves read before either writes."""
+    first, second = instruction.pair
+    written = first.operands[0].index
+    registers = machine.registers["v"]
+    before = registers.get(written)
+    for half in (first, second):
+        if half.opcode not in HANDLERS:
+            raise Unmodelled(f"instruction {half.opcode}")
+    HANDLERS[first.opcode](machine, first)
+    after = registers.pop(written)
+    if before is not None:
+        registers[written] = before
+    HANDLERS[second.opcode](machine, second)
+    registers[written] = after
 
 
 # -- comparisons ---------------------------------------------------------------------------------------------
@@ -193,6 +214,23 @@ def _bfi(machine: Machine, instruction: Instruction) -> None:
     kept = machine.op("and.u32", a, mask)
     rest = machine.op("and.u32", b, machine.op("not.u32", mask))
     machine.write(instruction.operands[0], machine.op("or.u32", kept, rest))
+
+
+@handler("v_bitop3_b32")
+def _bitop3(machine: Machine, instruction: Instruction) -> None:
+    """Any function of three bits: bit 4a + 2b + c of the table."""
+    _refuse(instruction, {"bitop3"})
+    table = int(str(instruction.modifiers.get("bitop3", "0")), 0)
+    sources = [machine.read(operand, "u32") for operand in instruction.operands[1:4]]
+    result: Value = np.zeros((1, 1), np.uint32)
+    for entry in range(8):
+        if table >> entry & 1:
+            term: Value = np.full((1, 1), 0xFFFFFFFF, np.uint32)
+            for position, source in enumerate(sources):
+                wanted = source if entry >> (2 - position) & 1 else machine.op("not.u32", source)
+                term = machine.op("and.u32", term, wanted)
+            result = machine.op("or.u32", result, term)
+    machine.write(instruction.operands[0], result)
 
 
 @handler("v_lshl_add_u64")
@@ -360,16 +398,13 @@ def _div_end(machine: Machine, instruction: Instruction) -> None:
 @handler("v_readfirstlane_b32")
 def _readfirstlane(machine: Machine, instruction: Instruction) -> None:
     value = machine.read(instruction.operands[1], "u32")
-    if isinstance(value, Node):
-        raise Unmodelled("one lane's data becomes a scalar")
     if isinstance(machine.exec, Node):
-        if value.shape[1] != 1:
+        if isinstance(value, Node) or value.shape[1] != 1:
             raise Unmodelled("the first lane of a mask that depends on data")
         machine.write(instruction.operands[0], value)
         return
-    first = machine.exec.argmax(axis=1)[:, None]
-    wide = np.broadcast_to(value, (machine.waves, machine.lanes))
-    machine.write(instruction.operands[0], np.take_along_axis(wide, first, axis=1))
+    first = machine.lanes_on().argmax(axis=1)[:, None]
+    machine.write(instruction.operands[0], _lane_of(machine, value, first))
 
 
 def _constant_lane(machine: Machine, operand: Operand) -> int:
@@ -395,11 +430,25 @@ def _readlane(machine: Machine, instruction: Instruction) -> None:
     if (source.index, number) in machine.spilled:
         machine.write(destination, machine.spilled[source.index, number])
         return
-    # Whether the lane is active does not matter here.
+    # Whether the lane is active does not matter here, only whether the wave runs.
     value = machine.registers["v"].get(source.index)
-    if value is None or isinstance(value, Node) or number >= machine.lanes:
-        raise Unmodelled("one lane's data becomes a scalar")
-    machine.write(destination, np.broadcast_to(value, (machine.waves, machine.lanes))[:, number : number + 1])
+    if value is None or number >= machine.lanes:
+        raise Unmodelled("a lane nothing was written to becomes a scalar")
+    if machine.active is not None:
+        value = symbolic.assume(value, np.broadcast_to(machine.active, (machine.waves, machine.lanes)), set())
+    machine.write(destination, _lane_of(machine, value, np.full((machine.waves, 1), number)))
+
+
+def _lane_of(machine: Machine, value: Value, lane: np.ndarray) -> Value:
+    """One lane of each wave, as a scalar [W, 1]."""
+    shape = (machine.waves, machine.lanes)
+    if not isinstance(value, Node):
+        return np.take_along_axis(np.broadcast_to(value, shape), lane, axis=1)
+    h = np.take_along_axis(
+        np.broadcast_to(value.h, (2, *shape)), np.broadcast_to(lane, (2, *lane.shape)), axis=2
+    )
+    bad = np.take_along_axis(np.broadcast_to(value.bad, shape), lane, axis=1)
+    return Node("one lane", (), value.bits, h, bad if bad.any() else np.zeros((1, 1), np.bool_), value.why)
 
 
 @handler("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")

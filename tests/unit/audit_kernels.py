@@ -115,6 +115,12 @@ def portable_cos(x_ptr, out_ptr, n, XBLOCK: tl.constexpr):
 
 
 @triton.jit
+def gather(x_ptr, index_ptr, out_ptr, n, XBLOCK: tl.constexpr):
+    i = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)
+    tl.store(out_ptr + i, tl.load(x_ptr + tl.load(index_ptr + i, i < n), i < n), i < n)
+
+
+@triton.jit
 def gemm(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     blocks = tl.cdiv(N, BN)
     rows = (tl.program_id(0) // blocks) * BM + tl.arange(0, BM)

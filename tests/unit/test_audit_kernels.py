@@ -90,8 +90,27 @@ def test_a_kernel_whose_result_depends_on_the_block_splits():
 
 
 def test_what_is_not_modelled_is_unknown_and_never_equal():
-    result = audit(kernel("block_total", "fp32"), "gfx950", LAUNCHES, ELEMENTS)
-    assert not result.one_class and set(result.unknown) == set(LAUNCHES)
+    signature = {"x_ptr": "*fp32", "index_ptr": "*i32", "out_ptr": "*fp32", "n": "i32"}
+    result = audit(Kernel(audit_kernels.gather, signature), "gfx950", LAUNCHES, ELEMENTS)
+    assert not result.one_class and not result.groups and set(result.unknown) == set(LAUNCHES)
+    assert all("depends on data" in reason for reason in result.unknown.values())
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_sum_over_a_block_depends_on_the_warps_it_is_spread_over(arch):
+    """One block, four ways to spread it: the audit tells the trees apart, and all of them add up exactly."""
+    subject = kernel("block_total", "fp32")
+    launches = launch_grid({"XBLOCK": (256,), "num_warps": (1, 2, 4, 8)})
+    result = audit(subject, arch, launches, ELEMENTS)
+    assert not result.unknown
+    together = sorted(tuple(launch.num_warps for launch in group.launches) for group in result.groups)
+    # With four warps a lane holds one element; eight hold nothing more.
+    assert together == [(1,), (2,), (4, 8)]
+    x = np.arange(ELEMENTS, dtype=np.float32)
+    want = np.concatenate([np.full(part.size, part.sum()) for part in np.split(x, range(256, ELEMENTS, 256))])
+    for launch in launches:
+        got = execute(subject, arch, launch, {"x_ptr": x, "out_ptr": x * 0}, ELEMENTS)["out_ptr"]
+        assert count_differences(got, want.astype(np.float32)).differing == 0
 
 
 def test_branches_on_data_are_followed_on_both_sides():
