@@ -1,4 +1,4 @@
-"""``python -m patches status | check | pin | explain | run``."""
+"""``python -m patches status | check | pin | explain | run | enable | disable``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from patches import report
+from patches import activation, report
 from patches.arming import arm, armed_mode, mode_from_environment
 from patches.errors import OverrideError
 from patches.lock import Lock
@@ -26,9 +26,11 @@ def _table(rows: list[list[str]]) -> str:
 def _status(args: argparse.Namespace) -> int:
     rows = report.status()
     if args.json:
-        print(json.dumps({"armed": armed_mode(), "overrides": rows}, indent=2))
+        print(
+            json.dumps({"armed": armed_mode(), "enabled": activation.enabled(), "overrides": rows}, indent=2)
+        )
         return 0
-    print(f"armed: {armed_mode() or 'no'}")
+    print(f"armed: {armed_mode() or 'no'}; enabled at interpreter start: {activation.enabled()}")
     print(_table([["override", "state", "installed", "version", "modes"]] + [
         [r["id"], r["state"], r["installed"], r["version"] or "-", "+".join(r["modes"])] for r in rows
     ]))  # fmt: skip
@@ -99,6 +101,27 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def _enable(args: argparse.Namespace) -> int:
+    try:
+        for path in activation.enable():
+            print(f"wrote {path}")
+    except OSError as error:
+        print(
+            f"sought to write into {activation.folder()}, found {error}. Use a virtual environment, or "
+            "`python -m patches run`, which needs no file.",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def _disable(args: argparse.Namespace) -> int:
+    for path in activation.disable():
+        print(f"removed {path}")
+    print(f"enabled at interpreter start: {activation.enabled()}")
+    return 0
+
+
 def _run(args: argparse.Namespace) -> int:
     mode = args.mode or mode_from_environment() or "invariant"
     arm(mode)
@@ -136,6 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="the argument for one override")
     explain.add_argument("id", metavar="ID")
     explain.set_defaults(call=_explain)
+    enable = commands.add_parser(
+        "enable", help="let --deterministic-rocm work on every command line from here on"
+    )
+    enable.set_defaults(call=_enable)
+    disable = commands.add_parser("disable", help="undo enable")
+    disable.set_defaults(call=_disable)
     run = commands.add_parser(
         "run", help="run a script, or `-m module`, armed: python -m patches run train.py …"
     )

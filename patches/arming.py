@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from patches.errors import LateActivationError, ModeError
 from patches.ledger import Entry, Ledger
@@ -38,8 +39,13 @@ def mode_from_environment(environment: Mapping[str, str] | None = None) -> str |
     raise ModeError(f"{VARIABLE}={value!r}: the modes are {' and '.join(MODES)}; unset it to run without.")
 
 
-def arm(mode: str) -> Ledger:
+def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path | None = None) -> Ledger:
     """Arm the layer in this process and, through the environment, in its children. Arming again changes nothing.
+
+    Args:
+        mode: "stable" or "invariant".
+        declarations: modules that declare overrides, by name; default: the catalogue.
+        lock_path: reviewed fingerprints; default: the file beside this package.
 
     Raises:
         ModeError: an unknown mode, or another mode than the one that is armed.
@@ -60,8 +66,8 @@ def arm(mode: str) -> Ledger:
     from patches.lock import Lock
     from patches.registry import REGISTRY
 
-    lock = Lock.read()
-    catalogue.declare_all()
+    lock = Lock.read() if lock_path is None else Lock.read(lock_path)
+    catalogue.declare_all(declarations)
     overrides = REGISTRY.of_mode(mode)
     late = sorted({o.target.module for o in overrides if o.target.module in sys.modules})
     if late:

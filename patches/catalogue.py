@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 DECLARATIONS = (
     "te_overrides.lse_merge",
@@ -23,7 +24,7 @@ DECLARATIONS = (
 )
 
 
-def declare_all() -> None:
-    """Import every declaring module once."""
-    for name in DECLARATIONS:
+def declare_all(names: Sequence[str] | None = None) -> None:
+    """Import every declaring module once: those named, or the catalogue."""
+    for name in DECLARATIONS if names is None else names:
         importlib.import_module(name)

@@ -96,7 +96,14 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
                 reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
                 self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
                 return
-            raise DriftError(self._drift(override, version, f"no {override.target.qualname} in {file}"))
+            absence = f"no {override.target.qualname} in {file}"
+            if version is None and override.versions:
+                # Whether this release ought to have it cannot be told, and pinning cannot help.
+                absence += (
+                    f" (it exists in {override.versions}; to say which release this is, install it: no .dist-info "
+                    "or .egg-info lies beside the package)"
+                )
+            raise DriftError(self._drift(override, version, absence))
         if getattr(original, MARK, None) == override.id:
             return
         if override.mended is not None and (reason_mended := override.mended(module)) is not None:
@@ -112,8 +119,8 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         if found not in self.lock.accepted(str(override.target)):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))
         replacement = override.build(original)
-        if not hasattr(replacement, "__wrapped__"):
-            functools.update_wrapper(replacement, original, updated=())
+        # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
+        functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
         setattr(override.target.owner(module), override.target.name, replacement)
         self.ledger.move(

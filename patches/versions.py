@@ -43,16 +43,27 @@ def matches(version: str, specifier: str) -> bool:
 
 
 def beside(file: Path, module: str, distribution: str) -> str | None:
-    """Version of `distribution` from the ``.dist-info`` beside the package that holds `file`, or None.
+    """Version of `distribution` from the metadata beside the package that holds `file`, or None.
 
     Looked up beside the file, not in the environment: a process may run an unpacked wheel while another version is
-    installed.
+    installed. A wheel leaves ``NAME-VERSION.dist-info``, a source tree installed in place ``NAME.egg-info/PKG-INFO``,
+    an egg ``EGG-INFO/PKG-INFO`` in a folder of its own.
     """
     levels = module.count(".") + (1 if file.name == "__init__.py" else 0)
     root = file.resolve().parents[levels]
-    wanted = distribution.replace("-", "_").lower()
+    wanted = _normalized(distribution)
     for info in sorted(root.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").partition("-")
-        if name.lower() == wanted:
+        if _normalized(name) == wanted:
             return version
+    for metadata in sorted([*root.glob("*.egg-info/PKG-INFO"), *root.glob("EGG-INFO/PKG-INFO")]):
+        # Headers end at the first empty line; the description follows.
+        headers = metadata.read_text(encoding="utf-8").partition("\n\n")[0]
+        fields = dict(re.findall(r"^(Name|Version): *(\S+)", headers, re.MULTILINE))
+        if _normalized(fields.get("Name", "")) == wanted:
+            return fields.get("Version")
     return None
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()

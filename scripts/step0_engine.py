@@ -282,6 +282,7 @@ def main() -> None:
         step0_ring.load_ring(args.te_sources)
     todo = [t for t in tasks(args.mode) if not args.only or t.name == "TP1" or t.name in args.only]
     with tempfile.TemporaryDirectory(prefix="step0-") as name:
+        os.environ.setdefault("DETERMINISTIC_ROCM_LEDGER", f"{name}/determinism-ledger.json")
         engine = Engine(args.mode, Path(name))
         engine.run(todo)
         engine.close()

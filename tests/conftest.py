@@ -10,6 +10,8 @@ import os
 
 # Before anything imports torch: two workers on two cores leave one thread for each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Rank 0 of every armed world writes its ledger; the repository is no place for it.
+os.environ.setdefault("DETERMINISTIC_ROCM_LEDGER", os.devnull)
 
 from collections import Counter
 from pathlib import Path

@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 
 
+def rounded(grad32: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 gradient in its parameter's dtype, with every zero positive.
+
+    A tiny negative value becomes -0 when it is rounded to fp16. Where ranks share the parameter a later sum adds the
+    others' +0 and makes it +0; on one rank nobody does. So it is done here, after the rounding, at every degree.
+    """
+    return torch.add(grad32.to(dtype), 0.0)
+
+
 def deliver(weight: torch.Tensor, grad32: torch.Tensor, fused: bool) -> torch.Tensor:
     """Accumulate `grad32` as Megatron's own linear layers do.
 
@@ -21,7 +30,7 @@ def deliver(weight: torch.Tensor, grad32: torch.Tensor, fused: bool) -> torch.Te
         RuntimeError: `fused` although the parameter has no ``main_grad``.
     """
     if not fused:
-        return grad32.to(weight.dtype)
+        return rounded(grad32, weight.dtype)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise RuntimeError(

@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_plugins.collectives.ownership import gather_tokens, vector_gradient, weight_gradient
-from megatron_plugins.modules.gradient_accumulation import deliver
+from megatron_plugins.modules.gradient_accumulation import deliver, rounded
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
@@ -110,7 +110,9 @@ class BiasAdd(torch.autograd.Function):
         dbias = None
         if ctx.needs_input_grad[1]:
             terms = grad.to(torch.float32)
-            dbias = vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.tokens_over_tp).to(ctx.bias_dtype)
+            dbias = rounded(
+                vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.tokens_over_tp), ctx.bias_dtype
+            )
         return grad, dbias, None, None
 
 

@@ -3,7 +3,9 @@
 Both lie outside the layer spec. Upstream's embedding accumulates its gradient by atomics, its output layer's input
 gradient is an all-reduce in the library's order. A GPTModel built from our spec has them taken over when its own
 constructor has finished: our classes subclass upstream's and add no parameters, so changing the class of the built
-module keeps its weights, hooks, names and checkpoints. A GPTModel with any other spec is left alone.
+module keeps its weights, hooks, names and checkpoints. A GPTModel with any other spec keeps its modules.
+
+The gate hangs here too (megatron_plugins/gate.py): every way to a model goes through its constructor.
 
 Seam: ``GPTModel.__init__``; the classes themselves are looked up in a package that upstream's own specs use as well, so
 replacing those would change models that are not ours.
@@ -21,7 +23,7 @@ from patches import override
 @override(
     id="megatron.gpt_model.outer_parts",
     target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-    modes=("invariant",),
+    modes=("stable", "invariant"),
     why="embedding and output layer lie outside the layer spec and reduce in an order that depends on the layout",
     how="after construction, a model of deterministic layers gets deterministic embedding and output layer classes",
     retire_when="embedding and output layer can be chosen through a spec",
@@ -33,10 +35,13 @@ def build(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        from megatron_plugins.gate import before_first_forward
         from megatron_plugins.modules.outer_parts import take_over_outer_parts
         from megatron_plugins.modules.ownership_of_specs import is_deterministic_block
 
         if is_deterministic_block(self.decoder):
             take_over_outer_parts(self)
+        # A model that is not ours gets the gate as well: in mode invariant it is refused there, by name.
+        self.register_forward_pre_hook(before_first_forward)
 
     return __init__

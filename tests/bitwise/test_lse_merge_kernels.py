@@ -50,7 +50,8 @@ def _compiled(arch: str, form: int | None, out: str = "bf16", lse: str = "fp32")
     else:
         constants = {
             "FORM": form, "WIDE": lse == "fp64", "BLOCK_ROWS": kernel.OUT_ROWS, "BLOCK_COLUMNS": kernel.OUT_COLUMNS,
-            "COLUMN_BLOCKS": 128 // kernel.OUT_COLUMNS, "WHOLE": True, "out_stride_3": 1, "step_out_stride_3": 1,
+            "COLUMN_BLOCKS": 128 // kernel.OUT_COLUMNS, "WHOLE": True, "ASSEMBLY": "amdgcn",
+            "out_stride_3": 1, "step_out_stride_3": 1,
         }  # fmt: skip
         pointers = {
             "out_ptr": out,

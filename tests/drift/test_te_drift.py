@@ -63,3 +63,20 @@ for _ in range(2):
     for line in lines:
         assert line.startswith("DriftError") and "flash_attn_fwd_out_correction_init" in line
         assert "te.out_correction_init" in line and "2.16.0" in line
+
+
+def test_a_checkout_installed_in_place_is_armed_and_an_unknown_release_says_how_to_name_it(
+    tmp_path: Path,
+) -> None:
+    """Without a version, functions of later releases would be sought in an earlier one."""
+    package = sources("2.16.0") / "transformer_engine"
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "examples"))
+    program = "import armed; from patches import current_ledger as c; print({e.state for e in c().entries.values()})"
+    environment = {"DETERMINISTIC_ROCM": "stable", "TE_SOURCES": str(tmp_path)}
+    unknown = _python("-c", program, **environment)
+    assert unknown.returncode and "DriftError" in unknown.stderr and ".egg-info lies beside" in unknown.stderr
+    info = tmp_path / "transformer_engine.egg-info" / "PKG-INFO"
+    info.parent.mkdir()
+    info.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.16.0.dev0+abc\n")
+    known = _python("-c", program, **environment)
+    assert known.returncode == 0 and "APPLIED" in known.stdout and "REFUSED" not in known.stdout, known.stderr

@@ -45,4 +45,4 @@ def test_every_change_answers_the_first_question_first():
 
 def test_every_page_is_in_the_index():
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert pages - set(re.findall(r"\]\(([\w.]+\.md)\)", document("index.md"))) == set()
+    assert pages - set(re.findall(r"\]\(([\w.-]+\.md)\)", document("index.md"))) == set()

@@ -23,10 +23,9 @@ from te_overrides.kernels.portable_math.kernel import exp_f64, log1p_of_unit_f64
 from te_overrides.kernels.rounding.kernel import to_bfloat16
 
 # The launch table. The merge alone: elements of a program, threads. Outputs: rows of a program, which are its threads,
-# and columns taken at a time. One thread for each row matters: with more threads than rows Triton recomputes a row's
-# float64 weights in every thread that holds columns of the row, sixteen times the arithmetic, to save one exchange.
+# and columns taken at a time.
 MERGE_BLOCK, MERGE_THREADS = 512, 128
-OUT_ROWS, OUT_COLUMNS = 128, 64
+OUT_ROWS, OUT_COLUMNS = 64, 128
 
 SCALE, ADD, RESCALE, MERGE = 0, 1, 2, 3
 """Forms of the output kernel: out = w step; out += w step; out = w' out + w step; the same with the LSE merged."""
@@ -157,7 +156,7 @@ def _correct(
             rows, out.shape[1], out.shape[2], columns,
             FORM=form, WIDE=torch.float64 in {x.dtype for x in (out, out_per_step, old, new, step)},
             BLOCK_ROWS=OUT_ROWS, BLOCK_COLUMNS=block_columns, COLUMN_BLOCKS=triton.cdiv(columns, block_columns),
-            WHOLE=columns % block_columns == 0,
+            WHOLE=columns % block_columns == 0, ASSEMBLY=ASSEMBLY,
             num_warps=OUT_ROWS // threads_of_a_warp(), num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -211,6 +210,23 @@ def _merge_kernel(
 
 
 @triton.jit
+def _once(x, ASSEMBLY: tl.constexpr):
+    """`x` unchanged, as something the compiler must not compute twice.
+
+    Left alone, Triton recomputes a row's float64 values in every thread that holds columns of the row, to save one
+    exchange through shared memory.
+    """
+    if ASSEMBLY == "":
+        return x
+    elif ASSEMBLY == "amdgcn":
+        return tl.inline_asm_elementwise("", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+    elif x.dtype == tl.float64:
+        return tl.inline_asm_elementwise("mov.f64 $0, $1;", "=d,d", [x], dtype=x.dtype, is_pure=False, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
 def _weighted(value, weight, no_keys, COMPUTE: tl.constexpr):
     """[R, C] value times [R] weight in COMPUTE; 0 in rows without keys, whatever they hold."""
     product = value.to(COMPUTE) * weight[:, None]
@@ -227,7 +243,7 @@ def _out_kernel(
     step_stride_0, step_stride_1, step_stride_2,
     rows, size_1, size_2, columns,
     FORM: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+    COLUMN_BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
@@ -257,8 +273,13 @@ def _out_kernel(
             )
         )
 
-    weight = exp_f64(step - new).to(COMPUTE)
-    old_weight = exp_f64(old - new).to(COMPUTE)
+    # One thread computes a row; what it found is handed to the threads that hold the row's columns, so that a warp
+    # reads whole rows of the output side by side.
+    weight = _once(exp_f64(step - new).to(COMPUTE), ASSEMBLY)
+    step_empty = _once(tl.where(step == -_INF, 1.0, 0.0).to(tl.float32), ASSEMBLY) != 0.0
+    if FORM != _SCALE and FORM != _ADD:
+        old_weight = _once(exp_f64(old - new).to(COMPUTE), ASSEMBLY)
+        old_empty = _once(tl.where(old == -_INF, 1.0, 0.0).to(tl.float32), ASSEMBLY) != 0.0
     out_rows = out_ptr + (i0 * out_stride_0 + i1 * out_stride_1 + i2 * out_stride_2)[:, None]
     step_out_rows = (
         step_out_ptr + (i0 * step_out_stride_0 + i1 * step_out_stride_1 + i2 * step_out_stride_2)[:, None]
@@ -269,12 +290,12 @@ def _out_kernel(
         inside = row_inside[:, None] if WHOLE else row_inside[:, None] & (column < columns)[None, :]
         out_at = out_rows + (column * out_stride_3)[None, :]
         step_out = tl.load(step_out_rows + (column * step_out_stride_3)[None, :], mask=inside, other=0.0)
-        result = _weighted(step_out, weight, step == -_INF, COMPUTE)
+        result = _weighted(step_out, weight, step_empty, COMPUTE)
         if FORM == _ADD:
             result = tl.load(out_at, mask=inside, other=0.0).to(COMPUTE) + result
         elif FORM != _SCALE:
             out = tl.load(out_at, mask=inside, other=0.0)
-            result = _weighted(out, old_weight, old == -_INF, COMPUTE) + result
+            result = _weighted(out, old_weight, old_empty, COMPUTE) + result
         if out_ptr.dtype.element_ty != tl.float64:
             # One rounding to float32 on the way from float64 to a 16-bit dtype, as the reference.
             result = result.to(tl.float32)
@@ -287,3 +308,7 @@ def _out_kernel(
         # computed from what was read, may one of them overwrite it.
         tl.debug_barrier()
         tl.store(old_at, joined, mask=row_inside)
+
+
+# What the device's inline assembly is written in; Triton's interpreter has none.
+ASSEMBLY = "" if not isinstance(_out_kernel, triton.JITFunction) else "amdgcn" if torch.version.hip else "ptx"

@@ -5,6 +5,9 @@ has shrunk by percents (ROCm/aiter#5151). Rounding is therefore written out here
 left to a conversion whose mode depends on a build flag. NaN stays NaN (0x7f800001 must not become inf: adding the
 rounding bias to it would carry into the exponent, or dropping the low half would leave infinity's bits), with the quiet
 bit set and the upper payload kept. Finite values beyond the largest number round to inf, as IEEE 754 asks.
+
+`Tensor.to` rounds the same way, to the bit on every upper half of float32 (tests/unit/test_rounding_reference.py), so
+the other references convert with it and kernels are held to these functions.
 """
 
 import torch

@@ -1,0 +1,128 @@
+# ruff: noqa: E501  a row of the table is a line
+"""The patch layer is on and proven, or the process stops in words: one row a way to get it wrong.
+
+Sources of the kinds: verl#6959 (private upstream symbol, ImportError), vllm-project/vllm-ascend#4354 and #15815 (a name
+imported before the patch; the patch wrapped itself).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fake_upstream import UPSTREAM, run, write
+
+FINE = "arm(); import upstream.core as u; print(u.merge(1), u.Model().forward(3))"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is installed, what a program does, and what must and must not be printed."""
+
+    name: str
+    program: str
+    says: tuple[str, ...]
+    upstream: str = UPSTREAM
+    version: str = "1.5"
+    never: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    spoil: str = ""  # Python run in the test with `folder` at hand, after everything has been written
+
+
+def edited(old: str, new: str) -> str:
+    """Upstream with one edit."""
+    assert old in UPSTREAM
+    return UPSTREAM.replace(old, new)
+
+
+DRIFT = ("DriftError", "Sought source:", "1.5", "patches pin", "without --deterministic-rocm")
+TWICE = """
+arm()
+for attempt in (1, 2):
+    try:
+        import upstream.core as u
+        print("LOADED", u.merge(1))
+    except {caught} as error:
+        print(attempt, type(error).__name__ if not isinstance(error, type) else error)
+"""
+LATE = ("LateActivationError", "upstream.core", "import patches.auto")
+
+CASES = [
+    Case("applied: function and method are replaced", FINE, ("('ours', 4) ('ours', 6)",)),
+    Case("comments, docstring and layout do not count", FINE, ("('ours', 4)",),
+         upstream=edited('    """Adds."""\n    # a comment\n    return helper(a) + b', "    return helper(a) + b  # another")),
+    Case("function renamed", FINE, ("DriftError", "no merge in", "Sought source:"), upstream=edited("def merge", "def merge_lse")),
+    Case("function renamed in a release that need not have it", FINE.replace("u.merge(1), ", ""), ("('ours', 6)",),
+         upstream=edited("def merge", "def merge_lse"), version="3.1"),
+    Case("body edited", FINE, DRIFT, upstream=edited("helper(a) + b", "helper(a) - b")),
+    Case("default of an argument edited", FINE, DRIFT, upstream=edited("b=2", "b=3")),
+    Case("argument added", FINE, DRIFT, upstream=edited("(a, b=2)", "(a, b=2, c=None)")),
+    Case("decorator added", FINE, DRIFT, upstream=edited("def merge", "@staticmethod\ndef merge")),
+    Case("helper edited", FINE, DRIFT, upstream=edited("x + 1", "x + 2")),
+    Case("helper gone", FINE, DRIFT, upstream=edited("def helper", "def helper2").replace("helper(a)", "helper2(a)")),
+    Case("method edited", FINE, ("DriftError", "Model.forward"), upstream=edited("x * 2", "x * 3")),
+    Case("class gone", FINE, ("DriftError", "no Model.forward"), upstream=edited("class Model", "class Model2")),
+    Case("bound but defined elsewhere", FINE, ("DriftError", "not defined there"),
+         upstream=UPSTREAM.replace("def merge", "def merge_") + "\nmerge = merge_\n"),
+    Case("defined twice under a condition", FINE, DRIFT, upstream=UPSTREAM + "\nif True:\n    def merge(a, b=2):\n        return 0\n"),
+    Case("module missing", "arm(); import upstream.core", ("ModuleNotFoundError", "upstream.core"), spoil="(folder/'upstream'/'core.py').unlink()"),
+    Case("module that raises while it executes", "arm()\ntry:\n    import upstream.core\nexcept ZeroDivisionError: print('its own error')",
+         ("its own error",), upstream=UPSTREAM + "\n1 / 0\n"),
+    Case("imported before arming", "import upstream.core\narm()", LATE),
+    Case("by-name import before arming", "from upstream.core import merge\narm()", LATE),
+    Case("armed after a failed arming", "import upstream.core\ntry:\n    arm()\nexcept LateActivationError: pass\nprint(patches.armed_mode())", ("None",)),
+    Case("armed twice", "a = arm(); b = arm(); import upstream.core as u; print(a is b, u.merge(1))", ("True ('ours', 4)",), never=("('ours', ('ours'",)),
+    Case("two modes", "arm('stable'); arm('invariant')", ("ModeError", "'stable'", "'invariant'")),
+    Case("unknown mode", "arm('fast')", ("ModeError", "'fast'", "stable and invariant")),
+    Case("variable with another value", "import patches.auto", ("ModeError", "DETERMINISTIC_ROCM='yes'", "unset it"), environment={"DETERMINISTIC_ROCM": "yes"}),
+    Case("variable empty is off", "import patches.auto; import upstream.core as u; print(u.merge(1), patches.armed_mode())", ("4 None",), environment={"DETERMINISTIC_ROCM": ""}),
+    Case("off leaves upstream untouched", "import upstream.core as u; print(u.merge(1), u.merge.__module__, hasattr(u.merge, '__wrapped__'), sys.meta_path[0].__class__.__name__)", ("4 upstream.core False",), never=("OverrideFinder",)),
+    Case("reload is overridden again, once", "arm(); import importlib, upstream.core as u; importlib.reload(u); print(u.merge(1))", ("('ours', 4)",), never=("('ours', ('ours'",)),
+    Case("removed from sys.modules and imported again", "arm(); import upstream.core; del sys.modules['upstream.core']; import upstream.core as u; print(u.merge(1))", ("('ours', 4)",)),
+    Case("by-name import after arming", "arm(); from upstream.core import merge; print(merge(1))", ("('ours', 4)",)),
+    Case("star import after arming", "arm(); from upstream.core import *; print(merge(1))", ("('ours', 4)",)),
+    Case("drift swallowed by `except ImportError`", TWICE.format(caught="ImportError"), ("DriftError",), upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift swallowed by `except Exception`", TWICE.format(caught="Exception"), ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift swallowed bare, then from-imported", "arm()\ntry:\n    import upstream.core\nexcept: pass\nfrom upstream.core import merge", ("DriftError",), upstream=edited("b=2", "b=3")),
+    Case("one bad target keeps its whole module out", "arm()\ntry:\n    import upstream.core\nexcept DriftError: print('upstream.core' in sys.modules)", ("False",), upstream=edited("b=2", "b=3")),
+    Case("the ledger says REFUSED", "l = arm()\ntry:\n    import upstream.core\nexcept DriftError: print(l.entries['up.merge'].state)", ("REFUSED",), upstream=edited("b=2", "b=3")),
+    Case("the ledger says APPLIED and NOT_REQUIRED", "l = arm(); import upstream.core; print([(e.state, e.reason) for e in l.entries.values()])",
+         ("NOT_REQUIRED", "3.1 has no such function", "APPLIED"), upstream=edited("def merge", "def merge_lse"), version="3.1"),
+    Case("lock missing", FINE, ("LockError", "lock.json", "FileNotFoundError", "Reinstall"), spoil="(folder/'lock.json').unlink()"),
+    Case("lock is no JSON", FINE, ("LockError", "JSONDecodeError"), spoil="(folder/'lock.json').write_text('{')"),
+    Case("lock of another schema", FINE, ("LockError", "schema 9"), spoil="(folder/'lock.json').write_text('{\"schema\": 9}')"),
+    Case("lock without the target", FINE, ("DriftError", "none was ever pinned"), spoil="(folder/'lock.json').write_text('{\"schema\": 1, \"targets\": {}}')"),
+    Case("duplicate id", FINE, ("RegistryError", "up.merge", "Rename"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"up.merge\", \"upstream.core:helper\")\\n')"),
+    Case("duplicate target", FINE, ("RegistryError", "upstream.core:merge"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core:merge\")\\n')"),
+    Case("target of another form", FINE, ("TargetError", "upstream.core.merge", "package.module:Qualified.name"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core.merge\")\\n')"),
+    Case("empty field", FINE, ("RegistryError", "'why'"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('why=\"w\"', 'why=\"\"'))"),
+    Case("build that raises", FINE, ("ZeroDivisionError",), never=("4 6",), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('def replacement', '1/0\\n        def replacement'))"),
+    Case("consumer inside an import cycle sees the replacement", "arm(); import upstream.core, upstream.consumer as c; print(c.call())", ("('ours', 4)",),
+         upstream=UPSTREAM + "\nimport upstream.consumer\n", spoil="(folder/'upstream'/'consumer.py').write_text('import upstream.core as u\\ndef call(): return u.merge(1)\\n')"),
+    Case("a forked child is armed", "import os\narm()\npid = os.fork()\nif pid == 0:\n    import upstream.core as u\n    print(u.merge(1)); sys.stdout.flush(); os._exit(0)\nos.waitpid(pid, 0)", ("('ours', 4)",)),
+    Case("a child process inherits the variable", "import subprocess\narm()\nprint(subprocess.run([sys.executable, '-c', 'import patches; from patches.arming import mode_from_environment as m; print(m())'], capture_output=True, text=True).stdout)", ("invariant",)),
+    Case("a replaced function pickles by name", "arm(); import pickle, upstream.core as u; print(pickle.loads(pickle.dumps(u.merge)) is u.merge)", ("True",)),
+    Case("a replaced function keeps its name, doc and signature", "arm(); import inspect, upstream.core as u; print(u.merge.__name__, u.merge.__doc__, inspect.signature(u.merge), u.merge.__wrapped__(1))", ("merge Adds. (a, b=2) 4",)),
+    Case("tools still find the source", "arm(); import inspect, upstream.core as u; print(inspect.getsource(u).count('def merge'), u.__loader__.__class__.__name__)", ("1 SourceFileLoader",)),
+    Case("arming imports no torch and no upstream", "arm(); print('torch' in sys.modules, 'upstream' in sys.modules)", ("False False",)),
+    Case("errors are no ImportErrors", "import patches.errors as e; print([n for n, c in vars(e).items() if isinstance(c, type) and issubclass(c, ImportError)])", ("[]",)),
+    Case("`run` on a script whose upstream drifted", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_on_and_proven_or_stops_in_words(case: Case, tmp_path: Path) -> None:
+    write(tmp_path, upstream=case.upstream, version=case.version)
+    if case.spoil:
+        exec(case.spoil, {"folder": tmp_path})  # noqa: S102
+    printed = run(tmp_path, case.program, **case.environment)
+    for words in case.says:
+        assert words in printed, printed
+    for words in case.never:
+        assert words not in printed, printed
+
+
+def test_the_table_has_forty_rows_and_no_name_twice() -> None:
+    assert len(CASES) >= 40
+    assert len({case.name for case in CASES}) == len(CASES)

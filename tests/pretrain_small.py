@@ -1,0 +1,233 @@
+"""Three training steps of a small GPT the way upstream's pretrain_gpt.py goes, on CPU ranks.
+
+Megatron's own parser (with the flag), its validation, its configuration from arguments, its spec import, its
+DistributedDataParallel, optimizer, forward-backward function and gradient finalization. What is left out is what needs
+a GPU or a data set. Started as ``python -m patches run tests/pretrain_small.py --result FILE <Megatron arguments>``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import typing
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+if not hasattr(typing, "override"):  # megatron.training from 0.18 on wants Python 3.12
+    typing.override = lambda function: function  # type: ignore[attr-defined]
+
+STEPS, SEQUENCE, MICRO_BATCH, VOCABULARY = 3, 128, 1, 1024
+
+
+def _extra_arguments(parser: Any) -> Any:
+    parser.add_argument("--result", type=Path, required=True)
+    return parser
+
+
+def _cuda_for_the_optimizer() -> None:
+    """What Megatron's optimizer and buffers ask of torch.cuda beside the plumbing of megatron_on_cpu."""
+    import contextlib
+    import types
+
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    nothing = types.SimpleNamespace(
+        wait_stream=lambda *_: None,
+        synchronize=lambda *_: None,
+        wait_event=lambda *_: None,
+        record_event=lambda *_: None,
+    )
+    torch.cuda.current_stream = lambda *_: nothing  # type: ignore[assignment,return-value]
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.device_count = lambda: 1  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]
+        major=9, minor=0, name="cpu", total_memory=1 << 34, multi_processor_count=1
+    )
+    kind = torch.Tensor.type
+    # Megatron's optimizer sorts parameters by the names of CUDA tensor types.
+    torch.Tensor.type = (  # type: ignore[method-assign]
+        lambda self, *a, **k: (
+            kind(self, *a, **k) if a or k else kind(self).replace("torch.", "torch.cuda.", 1)
+        )
+    )
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand"):
+        make = getattr(torch, name)
+
+        def on_cpu(*args: Any, _make: Any = make, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return _make(*args, **kwargs)
+
+        setattr(torch, name, on_cpu)
+
+
+def main() -> None:
+    _cuda_for_the_optimizer()
+    torch.set_num_threads(1)
+    from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+
+    args = parse_args(_extra_arguments, ignore_unknown_args=bool(os.environ.get("IGNORE_UNKNOWN")))
+    validate_args(args)
+    print("spec", args.spec, flush=True)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    results = train(args, core_transformer_config_from_args(args))
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, results)
+    if dist.get_rank() == 0:
+        first, last = stages[0], stages[-1]
+        assert first is not None and last is not None
+        # Losses exist on the last pipeline stage, weights on each.
+        torch.save({**last, "weights": {**first["weights"], **last["weights"]}}, args.result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def build(args: Any, config: Any) -> Any:
+    """Model with weights that depend on names alone, as a checkpoint's would."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import import_module
+
+    import step0_model
+
+    spec = (
+        import_module(args.spec)
+        if args.spec is not None
+        else get_gpt_layer_local_spec(normalization="RMSNorm")
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    tp, rank = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = list(parameter.shape)
+            if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
+                shape[parameter.partition_dim] *= tp
+            seed = zlib.crc32(global_name(model, name).encode())
+            full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + ("norm" in name)
+            parameter.copy_(step0_model._shard(name, full, parameter, tp, rank))
+    return model
+
+
+def global_name(model: Any, name: str) -> str:
+    """A parameter's name in the whole model: a pipeline stage counts its layers from zero."""
+    head, found, tail = name.partition("decoder.layers.")
+    if not found:
+        return name
+    index, _, rest = tail.partition(".")
+    return f"{head}{found}{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
+
+
+def train(args: Any, config: Any) -> dict[str, Any]:
+    """Losses and gradient norms of every step, whole weights after the last."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+
+    import step0_model
+
+    model = build(args, config)
+    if args.bf16:
+        model = Float16Module(config, model)
+    ddp = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+        ),
+        module=model,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            clip_grad=1.0,
+            bf16=args.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+        ),
+        [ddp],
+    )
+    layout = step0_model.Layout("", args.tensor_model_parallel_size, args.context_parallel_size)
+    positions = step0_model._positions(layout)
+    micro_batches = args.global_batch_size // args.micro_batch_size
+    generator = torch.Generator().manual_seed(7)
+    data = torch.randint(
+        0, VOCABULARY, (STEPS, micro_batches, MICRO_BATCH, SEQUENCE + 1), generator=generator
+    )
+    mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+
+    def forward(iterator: Any, module: Any) -> Any:
+        tokens = next(iterator)
+        ids, labels = tokens[:, :-1][:, positions], tokens[:, 1:][:, positions]
+        losses = module(ids, positions.expand(MICRO_BATCH, -1).contiguous(), mask, labels=labels.contiguous())
+
+        def per_token(output: torch.Tensor) -> Any:
+            total = output.float().sum()
+            return total, torch.tensor(output.numel(), dtype=torch.int), {"losses": output.detach()}
+
+        return losses, per_token
+
+    out: dict[str, Any] = {"losses": [], "norms": []}
+    for batches in data:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        step = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[ddp],
+            num_microbatches=micro_batches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        _, norm, _ = optimizer.step()
+        out["norms"].append(float(norm))
+        if parallel_state.is_pipeline_last_stage():
+            whole = [step0_model._whole_sequence(s["losses"], layout, positions) for s in step]
+            out["losses"].append(torch.stack(whole))
+    group = parallel_state.get_tensor_model_parallel_group()
+    weights = {}
+    inner = model.module if args.bf16 else model
+    for name, parameter in inner.named_parameters():
+        value = parameter.detach().clone()
+        if layout.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
+            value = step0_model._unshard(name, step0_model._gather(value, group), parameter.partition_dim)
+        weights[global_name(inner, name)] = value
+    out["weights"] = weights
+    return out
+
+
+if __name__ == "__main__":
+    main()
