@@ -147,5 +147,7 @@ for _kind, _fma in (("f16", _fma_f16), ("f32", fma_f32), ("f64", fma_f64)):
     }
     for _name in ("floor", "ceil", "trunc", "rndne", "fract", "rcp", "sqrt", "rsq", "sin", "cos"):
         ALU[f"v_{_name}_{_kind}"] = AluSpec(f"{_name}.{_kind}", (1,))
+# The same with other exception flags; integer division starts from it.
+ALU["v_rcp_iflag_f32"] = AluSpec("rcp.f32", (1,))
 ALU["v_frexp_exp_i32_f32"] = AluSpec("frexp_exp.f32", (1,))
 ALU["v_frexp_exp_i32_f64"] = AluSpec("frexp_exp.f64", (1,))
