@@ -9,6 +9,7 @@ importing it, so that a wheel of another version or a source tree can be checked
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import sys
@@ -110,6 +111,12 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
     return lines[start[0] - 1][start[1] :] + "".join(middle) + lines[end[0] - 1][: end[1]]
 
 
+@functools.lru_cache(maxsize=1)
+def _parsed(source: str) -> ast.Module:
+    """One tree for all targets of a module: an import of TransformerEngine asks eight times in a row."""
+    return ast.parse(source)
+
+
 def of_source(source: str, target: Target, also: Iterable[str] = ()) -> str | None:
     """Fingerprint of a target in its module's source.
 
@@ -120,7 +127,7 @@ def of_source(source: str, target: Target, also: Iterable[str] = ()) -> str | No
     Returns:
         ``source:<32 hex digits>``, or None when the module does not define the target.
     """
-    tree = ast.parse(source)
+    tree = _parsed(source)
     digest = hashlib.sha256()
     for qualname in (target.qualname, *also):
         nodes = _find(tree, qualname)
