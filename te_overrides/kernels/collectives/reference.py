@@ -110,11 +110,11 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
 
 @eager_only
 def owned(values: torch.Tensor, own: slice, size: int, dim: int = -1) -> torch.Tensor:
-    """Zeros of `size` along `dim` with `values` (``+ 0.0``) at `own`: what a rank hands to a later sum over ranks."""
+    """Zeros of `size` along `dim` with `values` at `own`: what a rank hands to a later sum over ranks."""
     shape = list(values.shape)
     shape[dim] = size
     out = torch.zeros(shape, dtype=values.dtype, device=values.device)
-    out.narrow(dim, own.start, own.stop - own.start).copy_(torch.add(values, 0.0))
+    out.narrow(dim, own.start, own.stop - own.start).copy_(values)
     return out
 
 

@@ -72,7 +72,7 @@ def sum_granules(partials: torch.Tensor) -> torch.Tensor:
         partials: [granules of a sequence, B, *groups, C] float32, granules ascending in position.
 
     Returns:
-        [C] float32, ``+ 0.0`` applied so that an owner's zero is +0.
+        [C] float32.
     """
     canonical = partials.transpose(0, 1).reshape(-1, partials.shape[-1])
-    return torch.add(balanced_tree_dim(canonical, 0), 0.0)
+    return balanced_tree_dim(canonical, 0)
