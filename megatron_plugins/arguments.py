@@ -11,13 +11,11 @@ from typing import Any
 
 from megatron_plugins.refusals import Rule, refusals
 from patches.errors import NotCoveredError
+from patches.override import MODES
+from te_overrides.kernels.cross_entropy.reference import VOCABULARY_UNIT
 
 SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
 """Megatron's ``--spec``: module and attribute."""
-
-MODES = ("stable", "invariant")
-
-VOCABULARY_UNIT = 1024
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from patches.override import MODES as BOTH
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -31,8 +33,6 @@ class Variable:
     reason: str
     condition: str | None = None
 
-
-BOTH = ("stable", "invariant")
 
 VARIABLES: tuple[Variable, ...] = (
     Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("0",), True, BOTH, "lets fused attention use atomics in dQ"),

@@ -75,13 +75,12 @@ def _check_process(ledger: Any) -> None:
     if broken:
         raise GateError("environment variables change bits: " + " ".join(broken))
     patch_gate.settle(ledger)
-    rank = 0
+    rank, size = 0, 1
     if dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank()
+        rank, size = dist.get_rank(), dist.get_world_size()
         _compare_with_rank_0(ledger.digest(), rank)
     _compare_with_checkpoint(ledger.digest())
     if rank == 0:
-        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         for path in [ledger_path(), *_beside("save")]:
             patch_gate.write(ledger, path, world_size=size)
         print(f"{patch_gate.table(ledger)}\n  ledger: {ledger_path()}", flush=True)

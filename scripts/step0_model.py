@@ -6,6 +6,8 @@ whole gradients), so that two layouts can be compared element by element.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,6 @@ class Layout:
     tp: int = 1
     cp: int = 1
     sp: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.cp
 
 
 def byte_tokens(docs: Path, micro_batches: int = MICRO_BATCHES) -> torch.Tensor:
@@ -137,6 +135,26 @@ def load(model: GPTModel, checkpoint: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_shard(name, checkpoint[name], parameter, tp, rank))
+
+
+def fill_by_name(model: Any, global_name: Callable[[str], str] = str) -> None:
+    """Random weights that depend on a parameter's name and whole shape alone: the same model in every layout.
+
+    Args:
+        global_name: the name in the whole model, where a pipeline stage names its own part.
+    """
+    tp, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = list(parameter.shape)
+            if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
+                shape[parameter.partition_dim] *= tp
+            generator = torch.Generator().manual_seed(zlib.crc32(global_name(name).encode()))
+            full = torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
+            parameter.copy_(_shard(name, full, parameter, tp, rank))
 
 
 def make_checkpoint(model: GPTModel) -> dict[str, torch.Tensor]:

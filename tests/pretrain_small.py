@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import typing
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +121,7 @@ def build(args: Any, config: Any) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    tp, rank = args.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shape = list(parameter.shape)
-            if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
-                shape[parameter.partition_dim] *= tp
-            seed = zlib.crc32(global_name(model, name).encode())
-            full = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1 + ("norm" in name)
-            parameter.copy_(step0_model._shard(name, full, parameter, tp, rank))
+    step0_model.fill_by_name(model, lambda name: global_name(model, name))
     return model
 
 

@@ -11,9 +11,11 @@ import torch
 
 from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
 from te_overrides.kernels.collectives.reference import (
+    all_reduce,
     exchange_columns,
     gather_first_dim,
     owned,
+    reduce_scatter,
 )
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.embedding.reference import embedding_gradient
@@ -102,3 +104,8 @@ def embedding_weight_gradient(
 def gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
     """[s / TP, B, C] to [s, B, C] under sequence parallelism; anything else unchanged."""
     return gather_first_dim(x, layout.sp_group)
+
+
+def sum_over_tp(partial: torch.Tensor, layout: ParallelLayout, scatter: bool) -> torch.Tensor:
+    """The upper levels of the tree over TP: this rank's share of the tokens (dim 0) if `scatter`, else everything."""
+    return reduce_scatter(partial, layout.tp_group) if scatter else all_reduce(partial, layout.tp_group)

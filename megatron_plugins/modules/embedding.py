@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-from megatron_plugins.collectives.ownership import embedding_weight_gradient, gather_tokens
+from megatron_plugins.collectives.ownership import embedding_weight_gradient, gather_tokens, sum_over_tp
 from megatron_plugins.modules.gradient_accumulation import deliver
 from megatron_plugins.parallel_layout import ParallelLayout
-from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
 from te_overrides.kernels.eager import eager_only
 
 
@@ -33,9 +32,7 @@ class _Lookup(torch.autograd.Function):
         rows = weight[place.clamp(0, weight.shape[0] - 1)]
         # One rank contributes a row, the others +0; `+ 0.0` gives the one-rank case the same zero.
         rows = torch.add(torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows)), 0.0)
-        if scatter:
-            return reduce_scatter(rows.transpose(0, 1).contiguous(), layout.tp_group)
-        return all_reduce(rows, layout.tp_group)
+        return sum_over_tp(rows.transpose(0, 1).contiguous() if scatter else rows, layout, scatter)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

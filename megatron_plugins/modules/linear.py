@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_plugins.collectives.ownership import gather_tokens, vector_gradient, weight_gradient
+from megatron_plugins.collectives.ownership import (
+    gather_tokens,
+    sum_over_tp,
+    vector_gradient,
+    weight_gradient,
+)
 from megatron_plugins.modules.gradient_accumulation import deliver, rounded
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
-from te_overrides.kernels.collectives.reference import all_reduce, reduce_scatter
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm.reference import lane_tree, one_lane
@@ -52,11 +56,7 @@ class _ColumnParallel(torch.autograd.Function):
                 tp_size=layout.tp_size,
                 segments=[rows // ctx.segments] * ctx.segments,
             ).view(*grad.shape[:-1], weight.shape[1])
-            dx = (
-                reduce_scatter(partial, layout.tp_group)
-                if layout.sequence_parallel
-                else all_reduce(partial, layout.tp_group)
-            )
+            dx = sum_over_tp(partial, layout, layout.sequence_parallel)
         if ctx.needs_input_grad[1]:
             dw = deliver(weight, weight_gradient(gather_tokens(x, layout), grad, layout), ctx.fused)
         return dx, dw, None, None, None
@@ -72,11 +72,7 @@ class _RowParallel(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layout, ctx.fused = layout, fused
         partial = lane_tree(_flat(x), weight, tp_size=layout.tp_size).view(*x.shape[:-1], weight.shape[0])
-        return (
-            reduce_scatter(partial, layout.tp_group)
-            if layout.sequence_parallel
-            else all_reduce(partial, layout.tp_group)
-        )
+        return sum_over_tp(partial, layout, layout.sequence_parallel)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -41,8 +41,6 @@ def run_configs(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, 
     import megatron_on_cpu
 
     megatron_on_cpu.install()
-    from megatron.core import parallel_state
-
     import step0_engine
     import step0_model
 
@@ -60,15 +58,7 @@ def run_configs(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, 
 
         step0_model.config_for = changed
         model = step0_model.build(layout, dtype, step0_engine._spec("deterministic"))
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                full = list(parameter.shape)
-                if tp > 1 and getattr(parameter, "tensor_model_parallel", False):
-                    full[parameter.partition_dim] *= tp
-                value = torch.randn(full, generator=generator) * 0.1 + ("norm" in parameter_name)
-                tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                parameter.copy_(step0_model._shard(parameter_name, value, parameter, tp, tp_rank))
+        step0_model.fill_by_name(model)
         results = step0_engine._run_model(model, layout, tokens, step0_engine._functions("deterministic"))
         out[name] = results[1] if rank == 0 else None
     step0_model.config_for = plain

@@ -52,8 +52,6 @@ def run_layouts(
     """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and
     work done."""
     step0_model = _prepare(length)
-    from megatron.core import parallel_state
-
     import step0_engine
     from te_overrides.kernels import accounting
 
@@ -63,16 +61,7 @@ def run_layouts(
         layout = step0_model.Layout(name, tp, cp, sp)
         step0_model.initialize(layout)
         model = step0_model.build(layout, torch.bfloat16, step0_engine._spec("deterministic"))
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                full = list(parameter.shape)
-                sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
-                if sharded:
-                    full[parameter.partition_dim] *= tp
-                value = torch.randn(full, generator=generator) * 0.1 + ("norm" in parameter_name)
-                tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                parameter.copy_(step0_model._shard(parameter_name, value, parameter, tp, tp_rank))
+        step0_model.fill_by_name(model)
         with accounting.count() as counter:
             results = step0_engine._run_model(model, layout, tokens, step0_engine._functions("deterministic"))
         out[name] = {

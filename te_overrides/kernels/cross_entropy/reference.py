@@ -18,7 +18,8 @@ from te_overrides.kernels.portable_math.reference import exp, exp_f64, log_f64
 from te_overrides.kernels.tree.reference import balanced_tree, balanced_tree_dim
 
 COLUMNS_PER_LANE = 128
-"""The padded vocabulary is a multiple of LANES * COLUMNS_PER_LANE, so that no tensor-parallel degree changes it."""
+VOCABULARY_UNIT = LANES * COLUMNS_PER_LANE
+"""The padded vocabulary is a multiple of this, so that no tensor-parallel degree changes it."""
 
 
 class VocabularyError(ValueError):
@@ -27,7 +28,7 @@ class VocabularyError(ValueError):
 
 def check_vocabulary(padded: int) -> None:
     """Raises VocabularyError unless `padded` is a multiple of 8 * 128."""
-    unit = LANES * COLUMNS_PER_LANE
+    unit = VOCABULARY_UNIT
     if padded % unit:
         want = -(-padded // unit) * unit
         raise VocabularyError(
