@@ -1,0 +1,212 @@
+"""Launches the portable attention kernels: the reference's functions over position maps, on a GPU.
+
+Shapes are the reference's: rows first, `[s, b, h, d]`, statistics `[b, h, s]`. `ops.py` chooses between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from te_overrides.kernels.attention import kernel_backward, kernel_forward
+from te_overrides.kernels.attention.coverage import Problem, require_covered
+from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
+from te_overrides.kernels.attention.reference import Mask
+from te_overrides.kernels.attention.runs import FAR, Run, covered, reach, work_table
+from te_overrides.kernels.gemm.kernel import architecture
+from te_overrides.kernels.launching import Launcher
+
+_forward = Launcher(kernel_forward.forward_kernel)
+_delta = Launcher(kernel_backward.delta_kernel)
+_dq = Launcher(kernel_backward.dq_kernel)
+_dkv = Launcher(kernel_backward.dkv_kernel)
+
+DELTA_ROWS, DELTA_THREADS = 32, 128
+# Up to so many rows of a tile the heads of a group share it: decode, and chunks of a few tokens.
+DECODE_ROWS = 64
+
+
+def options(entry: Launch, hip: bool) -> dict[str, Any]:
+    """Compiler options of a launch entry; all written out, none tuned at run time."""
+    common: dict[str, Any] = {
+        "num_warps": entry.num_warps,
+        "num_stages": entry.num_stages,
+        "enable_fp_fusion": False,
+    }
+    if hip:
+        common |= {
+            "matrix_instr_nonkdim": entry.nonkdim,
+            "kpack": entry.kpack,
+            "waves_per_eu": entry.waves_per_eu,
+        }
+    return common
+
+
+def attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: tuple[Run, ...],
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    entries: Entries | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention_forward` over runs of query rows. Rows that no run maps are 0, their LSE -inf.
+
+    Args:
+        entries: launches to use instead of the table's; for checks of one class.
+
+    Raises:
+        KernelCoverageError: what the kernels do not cover.
+        NoAttentionLaunchError: a GPU without a certified entry.
+    """
+    problem = require_covered(query, key, value, softmax_scale)
+    query, key, value = (_unit_columns(x) for x in (query, key, value))
+    (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
+    whole = covered(runs) == s_q
+    new = query.new_empty if whole else query.new_zeros
+    out = new(s_q, batch, heads, d_v)
+    lse = query.new_empty(batch, heads, s_q, dtype=torch.float32)
+    if not whole:
+        lse.fill_(-torch.inf)
+    entries = entries or entries_for(architecture(query.device), d)
+    per_group = heads // groups
+    packed = max((run.count for run in runs), default=0) * per_group <= DECODE_ROWS
+    entry, pack = (entries.decode, per_group) if packed else (entries.forward, 1)
+    if pack > entry.rows:
+        entry, pack = entries.forward, 1
+    left, right = reach(mask)
+    work = work_table(runs, entry.rows // pack, left, right, query.device)
+    if work is None or not batch:
+        return out, lse
+    _forward(
+        (work.shape[0], heads // pack, batch),
+        (query, key, value, out, lse, work, work),
+        (
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+            s_q, heads, 0, 1, left, right, problem.score_scale,
+        ),
+        {
+            "GROUP": per_group, "PACK": pack, "PAGED": False, "WINDOW": left < FAR,
+            "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
+        },
+        options(entry, problem.hip),
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`reference.attention_delta`, its bits."""
+    grad_out, out = _unit_columns(grad_out), _unit_columns(out)
+    rows, batch, heads, d_v = out.shape
+    delta = out.new_empty(batch, heads, rows, dtype=torch.float32)
+    if not delta.numel():
+        return delta
+    hip = torch.version.hip is not None
+    _delta(
+        (triton.cdiv(rows, DELTA_ROWS), heads, batch),
+        (grad_out, out, delta),
+        (*grad_out.stride()[:3], *out.stride()[:3], rows, heads),
+        {"ROWS": DELTA_ROWS, "DV": d_v, "DV_PAD": padded(d_v)},
+        {"num_warps": DELTA_THREADS // (64 if hip else 32), "num_stages": 1, "enable_fp_fusion": False},
+    )
+    return delta
+
+
+def attention_dq(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    delta: torch.Tensor,
+    runs: tuple[Run, ...],
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    entries: Entries | None = None,
+) -> torch.Tensor:
+    """`reference.attention_dq` over runs of query rows; rows that no run maps are 0. Raises as `attention_forward`."""
+    problem = require_covered(query, key, value, softmax_scale, grad_out)
+    query, key, value, grad_out = (_unit_columns(x) for x in (query, key, value, grad_out))
+    softmax_lse, delta = softmax_lse.contiguous(), delta.contiguous()
+    (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
+    dq = (query.new_empty if covered(runs) == s_q else query.new_zeros)(query.shape)
+    entry = (entries or entries_for(architecture(query.device), d)).dq
+    left, right = reach(mask)
+    work = work_table(runs, entry.rows, left, right, query.device)
+    if work is None or not batch:
+        return dq
+    _dq(
+        (work.shape[0], heads, batch),
+        (query, key, value, grad_out, softmax_lse, delta, dq, work),
+        (
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
+            s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
+        ),
+        {
+            "GROUP": heads // groups, "WINDOW": left < FAR, "BM": entry.rows, "BN": entry.columns,
+            **_columns(d, d_v),
+        },
+        options(entry, problem.hip),
+    )  # fmt: skip
+    return dq
+
+
+def attention_dkv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    delta: torch.Tensor,
+    runs: tuple[Run, ...],
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    entries: Entries | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention_dkv` over runs of key rows; `origin` and `length` of a run name the sequence's queries.
+
+    Rows that no run maps are 0. Raises as `attention_forward`.
+    """
+    problem = require_covered(query, key, value, softmax_scale, grad_out)
+    query, key, value, grad_out = (_unit_columns(x) for x in (query, key, value, grad_out))
+    softmax_lse, delta = softmax_lse.contiguous(), delta.contiguous()
+    (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
+    new = key.new_empty if covered(runs) == s_k else key.new_zeros
+    dk, dv = new(key.shape), new(value.shape)
+    entry = (entries or entries_for(architecture(query.device), d)).dkv
+    left, right = reach(mask)
+    work = work_table(runs, entry.rows, right, left, query.device)
+    if work is None or not batch:
+        return dk, dv
+    _dkv(
+        (work.shape[0], groups, batch),
+        (query, key, value, grad_out, softmax_lse, delta, dk, dv, work),
+        (
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
+            *dk.stride()[:3], *dv.stride()[:3],
+            s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
+        ),
+        {
+            "GROUP": heads // groups, "WINDOW": left < FAR, "BK": entry.rows, "BQ": entry.columns,
+            **_columns(d, d_v),
+        },
+        options(entry, problem.hip),
+    )  # fmt: skip
+    return dk, dv
+
+
+def _columns(d: int, d_v: int) -> dict[str, int]:
+    return {"D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v)}
+
+
+def _unit_columns(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+

@@ -1,0 +1,208 @@
+"""Attention backward by ownership in portable Triton (AMD and NVIDIA): delta, dQ, and dK with dV.
+
+`dq_kernel` computes a tile of query rows over keys ascending; `dkv_kernel` a tile of key rows over the heads of their
+group ascending and, inside a head, over queries ascending in tiles of BQ from position 0. Each recomputes the scores it
+needs: seven products where a backward that scatters partial sums does five, and no atomics, no partial sum in memory.
+
+Free: BM, BN of `dq_kernel`, the key tile BK and the query tile BQ of `dkv_kernel` (multiples of what one matrix
+instruction takes), warps, stages. Nothing is reduced over a row here, so warps may lie anywhere.
+"""
+
+import triton
+import triton.language as tl
+
+from te_overrides.kernels.attention.device import key_range, load_rows, positive_zero, sees, shift_of_lse
+
+_INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def delta_kernel(
+    grad_out,  # [s, b, h, DV]
+    out,  # [s, b, h, DV]
+    delta,  # [b, h, s]
+    g_s, g_b, g_h, o_s, o_b, o_h, rows, heads,
+    ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    """delta = balanced tree over d of round32(dO * out): the reference's bits."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    d = tl.arange(0, DV_PAD)
+    at_row = row.to(tl.int64)
+    inside = (row < rows)[:, None] & (d < DV)[None, :]
+    x = tl.load(grad_out + batch * g_b + head.to(tl.int64) * g_h + (at_row * g_s)[:, None] + d[None, :], inside, 0.0)
+    y = tl.load(out + batch * o_b + head.to(tl.int64) * o_h + (at_row * o_s)[:, None] + d[None, :], inside, 0.0)
+    # -0.0 is what addition leaves every value as it is with: columns that only pad do not change the tree.
+    terms = tl.where(inside, x.to(tl.float32) * y.to(tl.float32), -0.0)
+    width: tl.constexpr = DV_PAD
+    while width > 1:
+        width: tl.constexpr = width // 2
+        left, right = tl.split(tl.reshape(terms, [ROWS, width, 2]))
+        terms = left + right
+    tl.store(delta + (batch * heads + head) * rows + row, tl.reshape(terms, [ROWS]), row < rows)
+
+
+@triton.jit
+def _dq_tiles(
+    acc, query, grad, shift, delta, k, v, k_s, v_s, begin, end, positions, length, left, right, scale,
+    MASK: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BN)
+    d = tl.arange(0, D_PAD)
+    dv = tl.arange(0, DV_PAD)
+    for start in range(begin, end, BN):
+        keys = start + n
+        present = keys < length
+        at = start.to(tl.int64)
+        key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD)
+        value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD)
+        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -shift[:, None]))  # [BM, BN]
+        ds = p * (tl.dot(grad, value.T) - delta[:, None])
+        if MASK:
+            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+            ds = tl.where(visible, ds, 0.0)
+        acc = tl.dot(ds.to(key.dtype), key, acc)
+    return acc
+
+
+@triton.jit
+def dq_kernel(
+    q,  # [s_q, b, h, D]
+    k,  # [s_k, b, h_kv, D]
+    v,  # [s_k, b, h_kv, DV]
+    grad_out,  # [s_q, b, h, DV]
+    lse,  # [b, h, s_q]
+    delta,  # [b, h, s_q]
+    dq,  # [s_q, b, h, D]
+    work,  # int32 [programs, 5], as in the forward pass
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dq_s, dq_b, dq_h,
+    s_q, heads, left, right,
+    scale, softmax_scale,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    line = work + tl.program_id(0) * 5
+    first_row, rows, position = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    key_row, length = tl.load(line + 3), tl.load(line + 4)
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+
+    r = tl.arange(0, BM)
+    d = tl.arange(0, D_PAD)
+    dv = tl.arange(0, DV_PAD)
+    row_ok = r < rows
+    positions = position + r
+    at_row = (first_row + r).to(tl.int64)
+    query = load_rows(
+        q + batch * q_b + head * q_h, (at_row * q_s)[:, None] + d[None, :], row_ok, d < D, True, D != D_PAD
+    )
+    grad = load_rows(
+        grad_out + batch * g_b + head * g_h,
+        (at_row * g_s)[:, None] + dv[None, :], row_ok, dv < DV, True, DV != DV_PAD,
+    )  # fmt: skip
+    at_stat = (batch * heads + head) * s_q + at_row
+    shift = shift_of_lse(tl.load(lse + at_stat, row_ok, -_INF))
+    row_delta = tl.load(delta + at_stat, row_ok, 0.0)
+    key_head = head // GROUP
+    k += batch * k_b + key_head * k_h + key_row.to(tl.int64) * k_s
+    v += batch * v_b + key_head * v_h + key_row.to(tl.int64) * v_s
+
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    low, full_low, full_high, end = key_range(position, position + rows - 1, length, left, right, BN)
+    if WINDOW:
+        acc = _dq_tiles(
+            acc, query, grad, shift, row_delta, k, v, k_s, v_s, low, full_low, positions, length, left, right, scale,
+            True, BN, D, D_PAD, DV, DV_PAD,
+        )  # fmt: skip
+        low = full_low
+    acc = _dq_tiles(
+        acc, query, grad, shift, row_delta, k, v, k_s, v_s, low, full_high, positions, length, left, right, scale,
+        False, BN, D, D_PAD, DV, DV_PAD,
+    )  # fmt: skip
+    acc = _dq_tiles(
+        acc, query, grad, shift, row_delta, k, v, k_s, v_s, full_high, end, positions, length, left, right, scale,
+        True, BN, D, D_PAD, DV, DV_PAD,
+    )  # fmt: skip
+    tl.store(
+        dq + batch * dq_b + head * dq_h + (at_row * dq_s)[:, None] + d[None, :],
+        positive_zero((acc * softmax_scale).to(dq.dtype.element_ty)),
+        row_ok[:, None] & (d < D)[None, :],
+    )
+
+
+@triton.jit
+def dkv_kernel(
+    q,  # [s_q, b, h, D]: all queries, those of a sequence in the order of positions
+    k,  # [s_k, b, h_kv, D]
+    v,  # [s_k, b, h_kv, DV]
+    grad_out,  # [s_q, b, h, DV]
+    lse,  # [b, h, s_q]
+    delta,  # [b, h, s_q]
+    dk,  # [s_k, b, h_kv, D]
+    dv,  # [s_k, b, h_kv, DV]
+    work,  # int32 [programs, 5]: first key row, rows, position of the first, row of query 0, queries
+    q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
+    s_q, heads, left, right,
+    scale, softmax_scale,
+    GROUP: tl.constexpr, WINDOW: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+):  # fmt: skip
+    line = work + tl.program_id(0) * 5
+    first_row, rows, position = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    query_row, length = tl.load(line + 3), tl.load(line + 4)
+    batch, key_head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+
+    r = tl.arange(0, BK)
+    d = tl.arange(0, D_PAD)
+    e = tl.arange(0, DV_PAD)
+    row_ok = r < rows
+    positions = position + r
+    at_row = (first_row + r).to(tl.int64)
+    key = load_rows(
+        k + batch * k_b + key_head * k_h, (at_row * k_s)[:, None] + d[None, :], row_ok, d < D, True, D != D_PAD
+    )
+    value = load_rows(
+        v + batch * v_b + key_head * v_h, (at_row * v_s)[:, None] + e[None, :], row_ok, e < DV, True, DV != DV_PAD
+    )
+    acc_k = tl.zeros([BK, D_PAD], tl.float32)
+    acc_v = tl.zeros([BK, DV_PAD], tl.float32)
+    # A key is seen from position - right to position + left.
+    low, full_low, full_high, end = key_range(position, position + rows - 1, length, right, left, BQ)
+    # One loop over heads and tiles keeps the pipeline full from head to head, and addresses out of the registers.
+    tiles = (end - low) // BQ
+    m = tl.arange(0, BQ)
+    for step in range(GROUP * tiles):
+        head = key_head * GROUP + step // tiles
+        start = low + step % tiles * BQ
+        queries = start + m
+        present = queries < length
+        at = (query_row + start).to(tl.int64)
+        # Absent queries load as zeros with an LSE of -inf: their p and ds are 0 without a mask.
+        query = load_rows(
+            q + batch * q_b + head * q_h + at * q_s,
+            m[:, None] * q_s + d[None, :], present, d < D, True, D != D_PAD,
+        )  # fmt: skip
+        grad = load_rows(
+            grad_out + batch * g_b + head * g_h + at * g_s,
+            m[:, None] * g_s + e[None, :], present, e < DV, True, DV != DV_PAD,
+        )  # fmt: skip
+        stat = (batch * heads + head) * s_q + at
+        shift = shift_of_lse(tl.load(lse + stat + m, present, -_INF))
+        column_delta = tl.load(delta + stat + m, present, 0.0)
+        # Keys are the rows here: what both products contract over, queries, then lies in registers as their left side.
+        p = tl.math.exp2(tl.fma(tl.dot(key, query.T), scale, -shift[None, :]))  # [BK, BQ]
+        if (start < full_low) | ((start >= full_high) & WINDOW):
+            p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)
+        acc_v = tl.dot(p.to(grad.dtype), grad, acc_v)
+        ds = p * (tl.dot(value, grad.T) - column_delta[None, :])
+        acc_k = tl.dot(ds.to(query.dtype), query, acc_k)
+    tl.store(
+        dk + batch * dk_b + key_head * dk_h + (at_row * dk_s)[:, None] + d[None, :],
+        positive_zero((acc_k * softmax_scale).to(dk.dtype.element_ty)),
+        row_ok[:, None] & (d < D)[None, :],
+    )
+    tl.store(
+        dv + batch * dv_b + key_head * dv_h + (at_row * dv_s)[:, None] + e[None, :],
+        positive_zero(acc_v.to(dv.dtype.element_ty)),
+        row_ok[:, None] & (e < DV)[None, :],
+    )
