@@ -207,14 +207,14 @@ def host(quick: bool) -> dict[str, Any]:
 
 def launches(quick: bool) -> dict[str, Any]:
     """The number of different results over launch configurations: one, if the launch cannot matter."""
-    from te_overrides.kernels.lse_merge import kernel
+    from te_overrides.kernels.lse_merge.lse_kernel import merge_kernel
 
     lse, step = lse_pair(225_280, 2, "cuda")
     results = []
     for block, warps in itertools.product((32, 64, 128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32)):
         got = lse.clone()
         blocks = -(-lse.numel() // block)
-        kernel._merge_kernel[(blocks,)](
+        merge_kernel[(blocks,)](
             got, step, 0, 0, 1, 0, 0, 1, 1, lse.numel(), blocks,
             BLOCK=block, num_warps=warps, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -287,15 +287,15 @@ def bench(function: Callable[[], Any]) -> float:
     return float(do_bench(function, warmup=20, rep=100, return_mode="median"))
 
 
-def merge_float64_operations() -> int | None:
+def merge_float64_operations() -> float | None:
     """float64 instructions of one merged element, counted in the machine code; None if it cannot be shown."""
     from te_overrides.kernels.lse_merge import kernel
+    from te_overrides.kernels.lse_merge.lse_kernel import merge_kernel
 
     lse = torch.zeros(kernel.MERGE_BLOCK, device="cuda")
-    compiled = kernel._merge_kernel[(1,)](
+    compiled = merge_kernel[(1,)](
         lse, lse.clone(), 0, 0, 1, 0, 0, 1, 1, lse.numel(), 1,
-        BLOCK=kernel.MERGE_BLOCK, num_warps=kernel.MERGE_THREADS // kernel.threads_of_a_warp(), num_stages=1,
-        enable_fp_fusion=False,
+        BLOCK=kernel.MERGE_BLOCK, **kernel.options(kernel.MERGE_THREADS),
     )  # fmt: skip
     try:
         text = compiled.asm["sass"] if "cubin" in compiled.asm else compiled.asm["amdgcn"]
@@ -303,7 +303,7 @@ def merge_float64_operations() -> int | None:
         print(f"  machine code not shown ({error}); no float64 roof", file=sys.stderr)
         return None
     found = re.findall(r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\bv_(?:add|mul|fma|fmac|cmp\w*)_f64", text)
-    return round(len(found) / (kernel.MERGE_BLOCK / kernel.MERGE_THREADS))
+    return len(found) / (kernel.MERGE_BLOCK / kernel.MERGE_THREADS)
 
 
 def upstream_functions(sources: Path | None) -> Any:
@@ -318,13 +318,15 @@ def upstream_functions(sources: Path | None) -> Any:
 
 def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
     """Milliseconds and shares of copy bandwidth and of the float64 rate."""
-    upstream, rate, operations = upstream_functions(sources), float64_rate(), merge_float64_operations()
+    upstream, rate = upstream_functions(sources), float64_rate()
+    operations = merge_float64_operations()
+    roof = None if operations is None else operations / rate
     rows = []
     for megabytes in MEGABYTES:
-        rows.append(speed_of(megabytes, upstream, rate, operations))
+        rows.append(speed_of(megabytes, upstream, roof))
         print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     return {
-        "columns_at_a_time": columns_at_a_time(),
+        "launches_of_the_output_pass": launches_of_the_output_pass(),
         "float64_operations_per_second": rate,
         "float64_operations_per_merged_element": operations,
         "upstream": "not run: no --te-sources" if sources is None else str(sources.name),
@@ -332,23 +334,23 @@ def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
     }
 
 
-def columns_at_a_time() -> dict[int, float]:
-    """Milliseconds of the fused pass at 256 MB by the one free number of its launch; the bits do not depend on it."""
+def launches_of_the_output_pass() -> dict[str, float]:
+    """Milliseconds of the fused merge at 256 MB by rows and threads of a program; the bits do not depend on them."""
     from te_overrides.kernels.lse_merge import kernel
 
     s = 256 * 2**20 // (2 * HEADS * D)
     out, step_out = (torch.randn(1, s, HEADS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lse, step = (torch.randn(1, HEADS, s, device="cuda") for _ in range(2))
-    chosen, found = kernel.OUT_COLUMNS, {}
-    for columns in (16, 32, 64, 128):
-        kernel.OUT_COLUMNS = columns
-        found[columns] = bench(lambda: ops.merge_(out, lse, step_out, step, 1))
-    kernel.OUT_COLUMNS = chosen
+    chosen, found = (kernel.OUT_ROWS, kernel.OUT_THREADS), {}
+    for rows, threads in ((8, 64), (16, 128), (32, 128), (32, 256), (64, 256)):
+        kernel.OUT_ROWS, kernel.OUT_THREADS = rows, threads
+        found[f"{rows} rows, {threads} threads"] = bench(lambda: ops.merge_(out, lse, step_out, step, 1))
+    kernel.OUT_ROWS, kernel.OUT_THREADS = chosen
     return found
 
 
-def speed_of(megabytes: int, upstream: Any, rate: float, operations: int | None) -> dict[str, float]:
-    """One output size, [1, s, 32, 128] bf16."""
+def speed_of(megabytes: int, upstream: Any, roof: float | None) -> dict[str, float]:
+    """One output size, [1, s, 32, 128] bf16; `roof`: seconds that float64 arithmetic alone takes for an element."""
     s = megabytes * 2**20 // (2 * HEADS * D)
     out, step_out = (torch.randn(1, s, HEADS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lse, step = (torch.randn(1, HEADS, s, device="cuda") for _ in range(2))
@@ -371,9 +373,8 @@ def speed_of(megabytes: int, upstream: Any, rate: float, operations: int | None)
         3 * out_bytes + 3 * lse_bytes,
     )  # fmt: skip
     ours_lse = add("lse", lambda: ops.merge_lse_(long_lse, long_step), 3 * long_lse.nbytes)
-    if operations is not None:
-        roof = max(long_lse.numel() * operations / rate * 1e3, 3 * long_lse.nbytes / copy_rate)
-        row["lse_of_roof"] = roof / ours_lse
+    if roof is not None:
+        row["lse_of_roof"] = max(long_lse.numel() * roof * 1e3, 3 * long_lse.nbytes / copy_rate) / ours_lse
     if upstream is not None:
         theirs_lse = add(
             "upstream_lse", lambda: upstream.flash_attn_fwd_softmax_lse_correction(long_lse, long_step),

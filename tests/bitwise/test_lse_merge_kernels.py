@@ -18,6 +18,8 @@ from upstream_wheels import ROOT
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 kernel = pytest.importorskip("te_overrides.kernels.lse_merge.kernel")
+lse_kernel = pytest.importorskip("te_overrides.kernels.lse_merge.lse_kernel")
+out_kernel = pytest.importorskip("te_overrides.kernels.lse_merge.out_kernel")
 
 
 def test_every_kernel_equals_its_reference_in_the_interpreter() -> None:
@@ -36,35 +38,24 @@ def test_every_kernel_equals_its_reference_in_the_interpreter() -> None:
             assert mismatched == 0, f"{name}: {mismatched} of {total} elements differ"
 
 
-def _compiled(arch: str, form: int | None, out: str = "bf16", lse: str = "fp32") -> str:
-    """Assembly of the output kernel in one form, or of the merge alone (None), as it is launched for d = 128."""
+def _compiled(
+    arch: str, function: Any, constants: dict[str, Any], pointers: dict[str, str], threads: int
+) -> str:
+    """Assembly of a kernel as it is launched for contiguous operands with 128 columns."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = kernel._merge_kernel if form is None else kernel._out_kernel
-    constants: dict[str, Any]
-    if form is None:
-        constants = {"BLOCK": kernel.MERGE_BLOCK, "lse_stride_2": 1, "step_stride_2": 1}
-        pointers = {"lse_ptr": lse, "step_ptr": "fp32"}
-        sizes, warps = ("size_1", "size_2", "blocks"), kernel.MERGE_THREADS // 64
-    else:
-        constants = {
-            "FORM": form, "WIDE": lse == "fp64", "BLOCK_ROWS": kernel.OUT_ROWS, "BLOCK_COLUMNS": kernel.OUT_COLUMNS,
-            "COLUMN_BLOCKS": 128 // kernel.OUT_COLUMNS, "WHOLE": True, "ASSEMBLY": "amdgcn",
-            "out_stride_3": 1, "step_out_stride_3": 1,
-        }  # fmt: skip
-        pointers = {
-            "out_ptr": out,
-            "step_out_ptr": out,
-            **dict.fromkeys(("old_ptr", "new_ptr"), lse),
-            "step_ptr": "fp32",
-        }
-        sizes, warps = ("rows", "size_1", "size_2", "columns"), kernel.OUT_ROWS // 64
+    constants = constants | {name: 1 for name in function.arg_names if name in UNIT_STRIDES}
     signature = {
-        name: "constexpr" if name in constants else f"*{pointers[name]}" if name in pointers else "i64"
+        name: "constexpr"
+        if name in constants
+        else f"*{pointers[name]}"
+        if name in pointers
+        else "i64"
+        if "stride" in name
+        else "i32"
         for name in function.arg_names
     }
-    signature.update(dict.fromkeys(sizes, "i32"))
     # What a launch finds out about its arguments: pointers and strides are multiples of 16.
     aligned = [["tt.divisibility", 16]]
     attributes = {
@@ -73,33 +64,71 @@ def _compiled(arch: str, form: int | None, out: str = "bf16", lse: str = "fp32")
         if name in pointers or ("stride" in name and name not in constants)
     }
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
+    options = {"num_warps": threads // 64, "num_stages": 1, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("hip", arch, 64), options=options).asm["amdgcn"]
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-@pytest.mark.parametrize("form", [None, 0, 1, 2, 3])
-def test_compiled_for_amd_nothing_spills_is_contracted_or_computed_twice(arch: str, form: int | None) -> None:
-    assembly = _compiled(arch, form)
+UNIT_STRIDES = (
+    "lse_stride_2",
+    "old_stride_2",
+    "new_stride_2",
+    "step_stride_2",
+    "out_stride_3",
+    "step_out_stride_3",
+)
 
-    def resource(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        assert found is not None, name
-        return int(found.group(1))
 
+def _merge_alone(arch: str, lse: str = "fp32") -> str:
+    pointers = {"lse_ptr": lse, "step_ptr": "fp32"}
+    return _compiled(
+        arch, lse_kernel.merge_kernel, {"BLOCK": kernel.MERGE_BLOCK}, pointers, kernel.MERGE_THREADS
+    )
+
+
+def _weights(arch: str, form: int) -> str:
+    pointers = dict.fromkeys(("old_ptr", "new_ptr", "step_ptr", "weight_ptr"), "fp32")
+    constants = {"FORM": form, "BLOCK": kernel.WEIGHTS_BLOCK}
+    return _compiled(arch, lse_kernel.weights_kernel, constants, pointers, kernel.WEIGHTS_THREADS)
+
+
+def _outputs(arch: str, form: int) -> str:
+    pointers = {"out_ptr": "bf16", "step_out_ptr": "bf16", "weight_ptr": "fp32"}
+    constants = {
+        "FORM": form, "BLOCK_ROWS": kernel.OUT_ROWS, "BLOCK_COLUMNS": kernel.OUT_COLUMNS, "WHOLE": True,
+    }  # fmt: skip
+    return _compiled(arch, out_kernel.correct_kernel, constants, pointers, kernel.OUT_THREADS)
+
+
+def _require_nothing_spilled_or_contracted(assembly: str) -> int:
+    """Number of float64 divisions; their refinement steps are the only fused operations, five in each."""
     for name in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
-        assert resource(name) == 0, f"{name} {resource(name)}"
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert found is not None and int(found.group(1)) == 0, name
     assert not re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mad)\w*_f32", assembly), (
         "float32 multiply-adds are contracted"
     )
     divisions = len(re.findall(r"\bv_div_fmas_f64", assembly))
-    # The division's own refinement steps are the only fused operations, and there are five of them in each.
     assert len(re.findall(r"\bv_fmac?_f64", assembly)) == 5 * divisions
-    elements_per_thread = kernel.MERGE_BLOCK // kernel.MERGE_THREADS
-    assert divisions == {None: elements_per_thread, 3: 1}.get(form, 0), "a merge is computed more than once"
-    # Clamped from below once: how often a thread computes an exp.
-    exponentials = len(re.findall(r"\bv_cmp_nlt_f64", assembly)) if form in (0, 1, 2) else None
-    assert exponentials in (None, 2 if form == 2 else 1), "a weight is computed more than once"
+    return divisions
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_compiled_for_amd_nothing_spills_is_contracted_or_computed_twice(arch: str) -> None:
+    for lse in ("fp32", "fp64"):
+        divisions = _require_nothing_spilled_or_contracted(_merge_alone(arch, lse))
+        assert divisions == kernel.MERGE_BLOCK // kernel.MERGE_THREADS, "a merge is computed more than once"
+    for form in range(4):
+        assembly = _weights(arch, form)
+        divisions = _require_nothing_spilled_or_contracted(assembly)
+        per_thread = kernel.WEIGHTS_BLOCK // kernel.WEIGHTS_THREADS
+        assert divisions == (per_thread if form == kernel.MERGE else 0), "a merge is computed more than once"
+        # Clamped from above once: how often a thread computes an exp. The merge's own exp has no such clamp.
+        exponentials = len(re.findall(r"\bv_cmp_nlt_f64", assembly)) // per_thread
+        weights = 2 if form in (kernel.RESCALE, kernel.MERGE) else 1
+        assert exponentials == weights, "a weight is computed more than once"
+        outputs = _outputs(arch, form)
+        assert _require_nothing_spilled_or_contracted(outputs) == 0
+        assert not re.findall(r"_f64\b", outputs), "the pass over the outputs computes in float64"
 
 
 def _operands() -> tuple[torch.Tensor, ...]:

@@ -1,11 +1,7 @@
-"""`reference.py` as two Triton kernels: one for the LSE alone, one for outputs, which can merge the LSE as it goes.
+"""`reference.py` as Triton kernels: `lse_kernel.py` for LSEs, `out_kernel.py` for outputs.
 
-Both are bound by memory for the output and by float64 arithmetic for the LSE alone; nothing in them depends on how many
-elements a program or a thread has, so the launch table below is a matter of speed only. There is no autotuning: one
-launch per form, the same in every process.
-
-A row of the output, (batch, position, head) in the order of its dimensions, belongs to one program with all its
-columns. That program is also the only one that reads and writes the row's LSE, which is what allows merging in place.
+Nothing in them depends on how many elements a program or a thread has, so the launch table below is a matter of speed
+only. There is no autotuning: one launch per form, the same in every process.
 
 Every function takes what the reference takes and raises what it raises. Use `ops.py`, which picks between the two.
 """
@@ -13,25 +9,30 @@ Every function takes what the reference takes and raises what it raises. Use `op
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
+from te_overrides.kernels.launching import Launcher
 from te_overrides.kernels.lse_merge import reference
-from te_overrides.kernels.portable_math.kernel import exp_f64, log1p_of_unit_f64
-from te_overrides.kernels.rounding.kernel import to_bfloat16
+from te_overrides.kernels.lse_merge.lse_kernel import (
+    ADD,
+    MERGE,
+    RESCALE,
+    SCALE,
+    merge_kernel,
+    weights_kernel,
+)
+from te_overrides.kernels.lse_merge.out_kernel import correct_kernel
 
-# The launch table. The merge alone: elements of a program, threads. Outputs: rows of a program, which are its threads,
-# and columns taken at a time.
-MERGE_BLOCK, MERGE_THREADS = 512, 128
-OUT_ROWS, OUT_COLUMNS = 64, 128
+# The launch table: elements of a program and its threads. No program has fewer elements than threads, so that no two
+# threads hold the same element of an LSE that is written in place.
+MERGE_BLOCK, MERGE_THREADS = 1024, 128
+WEIGHTS_BLOCK, WEIGHTS_THREADS = 256, 128
+OUT_ROWS, OUT_COLUMNS, OUT_THREADS = 32, 128, 256
 
-SCALE, ADD, RESCALE, MERGE = 0, 1, 2, 3
-"""Forms of the output kernel: out = w step; out += w step; out = w' out + w step; the same with the LSE merged."""
-
-_INF = tl.constexpr(float("inf"))
-_SCALE, _ADD, _MERGE = tl.constexpr(SCALE), tl.constexpr(ADD), tl.constexpr(MERGE)
+_merge, _weights, _correct_out = Launcher(merge_kernel), Launcher(weights_kernel), Launcher(correct_kernel)
 
 
 def merge_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) -> None:
@@ -48,11 +49,13 @@ def merge_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) ->
         return
     first, second, length = lse.shape
     blocks = triton.cdiv(length, MERGE_BLOCK)
-    with torch.cuda.device_of(softmax_lse):
-        _merge_kernel[(first * second * blocks,)](
-            lse, step, *lse.stride(), *step.stride(), second, length, blocks,
-            BLOCK=MERGE_BLOCK, num_warps=MERGE_THREADS // threads_of_a_warp(), num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    _merge(
+        (first * second * blocks, 1, 1),
+        (lse, step),
+        (*lse.stride(), *step.stride(), second, length, blocks),
+        {"BLOCK": MERGE_BLOCK},
+        options(MERGE_THREADS),
+    )
 
 
 def merge_second_half_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) -> None:
@@ -124,7 +127,7 @@ def merge_(
     softmax_lse_per_step: torch.Tensor,
     seq_dim: int,
 ) -> None:
-    """`reference.merge_` on a GPU, in one pass over LSE and output."""
+    """`reference.merge_` on a GPU, in one pass over the output."""
     _correct(MERGE, out, out_per_step, softmax_lse, softmax_lse, softmax_lse_per_step, seq_dim)
 
 
@@ -137,34 +140,58 @@ def _correct(
     step_lse: torch.Tensor,
     seq_dim: int,
 ) -> None:
-    for lse in (old_lse, new_lse):
+    for lse in {id(old_lse): old_lse, id(new_lse): new_lse}.values():
         reference.require_mergeable(lse, step_lse)
     reference.require_correctable(out, out_per_step, step_lse, seq_dim)
-    if out.numel() == 0:
+    batch, heads, length = step_lse.shape
+    rows = step_lse.numel()
+    if rows == 0:
         return
-    # [b, h, s] seen in the order of the output's first three dimensions.
-    old, new, step = (lse.movedim(2, seq_dim) for lse in (old_lse, new_lse, step_lse))
-    columns = out.shape[-1]
-    block_columns = min(OUT_COLUMNS, triton.next_power_of_2(columns))
-    rows = out.numel() // columns
     if rows > 2**31 - 1:
         raise ValueError(f"LSE merge: {rows} rows of output; at most 2^31 - 1 are addressed in one launch")
-    with torch.cuda.device_of(out):
-        _out_kernel[(triton.cdiv(rows, OUT_ROWS),)](
-            out, out_per_step, old, new, step,
-            *out.stride(), *out_per_step.stride(), *old.stride(), *new.stride(), *step.stride(),
-            rows, out.shape[1], out.shape[2], columns,
-            FORM=form, WIDE=torch.float64 in {x.dtype for x in (out, out_per_step, old, new, step)},
-            BLOCK_ROWS=OUT_ROWS, BLOCK_COLUMNS=block_columns, COLUMN_BLOCKS=triton.cdiv(columns, block_columns),
-            WHOLE=columns % block_columns == 0, ASSEMBLY=ASSEMBLY,
-            num_warps=OUT_ROWS // threads_of_a_warp(), num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    wide = torch.float64 in (out.dtype, out_per_step.dtype, old_lse.dtype, new_lse.dtype, step_lse.dtype)
+    weights = torch.empty(
+        (2 if form in (RESCALE, MERGE) else 1, rows),
+        dtype=torch.float64 if wide else torch.float32,
+        device=out.device,
+    )
+    _weights(
+        (triton.cdiv(rows, WEIGHTS_BLOCK), 1, 1),
+        (old_lse, new_lse, step_lse, weights),
+        (*old_lse.stride(), *new_lse.stride(), *step_lse.stride(), rows, heads, length),
+        {"FORM": form, "BLOCK": WEIGHTS_BLOCK},
+        options(WEIGHTS_THREADS),
+    )
+    columns = out.shape[-1]
+    if columns == 0:
+        return
+    block_columns = min(OUT_COLUMNS, triton.next_power_of_2(columns))
+    # Weights lie as [b, h, s]; the output's first three dimensions are [b, s, h] or [s, b, h].
+    strides = (heads * length, 1, length) if seq_dim == 1 else (1, heads * length, length)
+    _correct_out(
+        (triton.cdiv(rows, OUT_ROWS), triton.cdiv(columns, block_columns), 1),
+        (out, out_per_step, weights),
+        (*out.stride(), *out_per_step.stride(), *strides, rows, out.shape[1], out.shape[2], columns),
+        {
+            "FORM": form,
+            "BLOCK_ROWS": OUT_ROWS,
+            "BLOCK_COLUMNS": block_columns,
+            "WHOLE": columns % block_columns == 0,
+        },
+        options(OUT_THREADS),
+    )
 
 
 @functools.cache
 def threads_of_a_warp() -> int:
     """64 on the AMD GPUs of data centers, 32 on NVIDIA's; the interpreter does not care."""
     return 64 if torch.version.hip else 32
+
+
+@functools.cache
+def options(threads: int) -> dict[str, Any]:
+    """Compiler options of a launch with so many threads a program."""
+    return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}
 
 
 def _three_dimensions(x: torch.Tensor) -> torch.Tensor | None:
@@ -174,141 +201,3 @@ def _three_dimensions(x: torch.Tensor) -> torch.Tensor | None:
     while x.dim() < 3:
         x = x.unsqueeze(0)
     return x if x.dim() == 3 else None
-
-
-@triton.jit
-def _read_lse(lse):
-    """float64; +inf, a row without keys in some kernels, is -inf."""
-    value = lse.to(tl.float64)
-    return tl.where(value == _INF, -_INF, value)
-
-
-@triton.jit
-def _merged(first, second):
-    """float64 LSEs as `_read_lse` gives them -> their join."""
-    high = tl.where(first > second, first, second)
-    low = tl.where(first > second, second, first)
-    merged = high + log1p_of_unit_f64(exp_f64(low - high))
-    return tl.where((first == -_INF) & (second == -_INF), -_INF, merged)
-
-
-@triton.jit
-def _merge_kernel(
-    lse_ptr, step_ptr, lse_stride_0, lse_stride_1, lse_stride_2, step_stride_0, step_stride_1, step_stride_2,
-    size_1, size_2, blocks, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = program // blocks
-    position = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    first, second = (row // size_1).to(tl.int64), (row % size_1).to(tl.int64)
-    inside = position < size_2
-    lse_at = lse_ptr + first * lse_stride_0 + second * lse_stride_1 + position * lse_stride_2
-    step_at = step_ptr + first * step_stride_0 + second * step_stride_1 + position * step_stride_2
-    lse = _read_lse(tl.load(lse_at, mask=inside, other=0.0))
-    step = _read_lse(tl.load(step_at, mask=inside, other=0.0))
-    tl.store(lse_at, _merged(lse, step).to(lse_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _once(x, ASSEMBLY: tl.constexpr):
-    """`x` unchanged, as something the compiler must not compute twice.
-
-    Left alone, Triton recomputes a row's float64 values in every thread that holds columns of the row, to save one
-    exchange through shared memory.
-    """
-    if ASSEMBLY == "":
-        return x
-    elif ASSEMBLY == "amdgcn":
-        return tl.inline_asm_elementwise("", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=1)
-    elif x.dtype == tl.float64:
-        return tl.inline_asm_elementwise("mov.f64 $0, $1;", "=d,d", [x], dtype=x.dtype, is_pure=False, pack=1)
-    else:
-        return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-@triton.jit
-def _weighted(value, weight, no_keys, COMPUTE: tl.constexpr):
-    """[R, C] value times [R] weight in COMPUTE; 0 in rows without keys, whatever they hold."""
-    product = value.to(COMPUTE) * weight[:, None]
-    return tl.where(no_keys[:, None], 0.0, product)
-
-
-@triton.jit
-def _out_kernel(
-    out_ptr, step_out_ptr, old_ptr, new_ptr, step_ptr,
-    out_stride_0, out_stride_1, out_stride_2, out_stride_3,
-    step_out_stride_0, step_out_stride_1, step_out_stride_2, step_out_stride_3,
-    old_stride_0, old_stride_1, old_stride_2,
-    new_stride_0, new_stride_1, new_stride_2,
-    step_stride_0, step_stride_1, step_stride_2,
-    rows, size_1, size_2, columns,
-    FORM: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    COLUMN_BLOCKS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    COMPUTE: tl.constexpr = tl.float64 if WIDE else tl.float32
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [R]
-    row_inside = row < rows
-    # A row number has at most 31 bits: divide it as such.
-    narrow = row.to(tl.int32)
-    i0 = (narrow // (size_1 * size_2)).to(tl.int64)
-    i1 = ((narrow // size_2) % size_1).to(tl.int64)
-    i2 = (narrow % size_2).to(tl.int64)
-
-    step_lse = tl.load(
-        step_ptr + i0 * step_stride_0 + i1 * step_stride_1 + i2 * step_stride_2, mask=row_inside, other=0.0
-    )
-    step = _read_lse(step_lse)
-    old_at = old_ptr + i0 * old_stride_0 + i1 * old_stride_1 + i2 * old_stride_2
-    old = _read_lse(tl.load(old_at, mask=row_inside, other=0.0))
-    if FORM == _MERGE:
-        # Rounded to the accumulator before the weights look at it, as the separate functions do.
-        joined = _merged(old, step).to(old_ptr.dtype.element_ty)
-        new = joined.to(tl.float64)
-    else:
-        new = _read_lse(
-            tl.load(
-                new_ptr + i0 * new_stride_0 + i1 * new_stride_1 + i2 * new_stride_2,
-                mask=row_inside,
-                other=0.0,
-            )
-        )
-
-    # One thread computes a row; what it found is handed to the threads that hold the row's columns, so that a warp
-    # reads whole rows of the output side by side.
-    weight = _once(exp_f64(step - new).to(COMPUTE), ASSEMBLY)
-    step_empty = _once(tl.where(step == -_INF, 1.0, 0.0).to(tl.float32), ASSEMBLY) != 0.0
-    if FORM != _SCALE and FORM != _ADD:
-        old_weight = _once(exp_f64(old - new).to(COMPUTE), ASSEMBLY)
-        old_empty = _once(tl.where(old == -_INF, 1.0, 0.0).to(tl.float32), ASSEMBLY) != 0.0
-    out_rows = out_ptr + (i0 * out_stride_0 + i1 * out_stride_1 + i2 * out_stride_2)[:, None]
-    step_out_rows = (
-        step_out_ptr + (i0 * step_out_stride_0 + i1 * step_out_stride_1 + i2 * step_out_stride_2)[:, None]
-    )
-    for block in tl.static_range(COLUMN_BLOCKS):
-        column = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)  # [C]
-        # Without a comparison per column whole vectors are loaded at once.
-        inside = row_inside[:, None] if WHOLE else row_inside[:, None] & (column < columns)[None, :]
-        out_at = out_rows + (column * out_stride_3)[None, :]
-        step_out = tl.load(step_out_rows + (column * step_out_stride_3)[None, :], mask=inside, other=0.0)
-        result = _weighted(step_out, weight, step_empty, COMPUTE)
-        if FORM == _ADD:
-            result = tl.load(out_at, mask=inside, other=0.0).to(COMPUTE) + result
-        elif FORM != _SCALE:
-            out = tl.load(out_at, mask=inside, other=0.0)
-            result = _weighted(out, old_weight, old_empty, COMPUTE) + result
-        if out_ptr.dtype.element_ty != tl.float64:
-            # One rounding to float32 on the way from float64 to a 16-bit dtype, as the reference.
-            result = result.to(tl.float32)
-        if out_ptr.dtype.element_ty == tl.bfloat16:
-            tl.store(out_at, to_bfloat16(result), mask=inside)
-        else:
-            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=inside)
-    if FORM == _MERGE:
-        # Should several threads hold the same row, each has read its LSE for itself. Only now, with every output
-        # computed from what was read, may one of them overwrite it.
-        tl.debug_barrier()
-        tl.store(old_at, joined, mask=row_inside)
-
-
-# What the device's inline assembly is written in; Triton's interpreter has none.
-ASSEMBLY = "" if not isinstance(_out_kernel, triton.JITFunction) else "amdgcn" if torch.version.hip else "ptx"

@@ -14,6 +14,8 @@ ROUND_MAGIC_BITS = 0x4338000000000000
 # exp: beyond these arguments the float64 result is +inf and +0.
 EXP_OVERFLOW = 710.0
 EXP_UNDERFLOW = -746.0
+# Here e^x is a small normal number yet.
+EXP_NORMAL = -708.0
 EXP2_OVERFLOW = 1025.0
 EXP2_UNDERFLOW = -1076.0
 LOG2_E = float.fromhex("0x1.71547652b82fep+0")
@@ -39,6 +41,8 @@ EXP = tuple(
 
 # log: the significand is taken from [sqrt(1/2), sqrt(2)).
 SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
+# The same significand one exponent higher: 1 + x from here on has k = 1.
+SQRT_TWO = float.fromhex("0x1.6a09e667f3bcdp+0")
 SIGNIFICAND_MASK = 0x000FFFFFFFFFFFFF
 SMALLEST_NORMAL = float.fromhex("0x1p-1022")
 TWO_TO_54 = float.fromhex("0x1p54")

@@ -4,8 +4,8 @@ Call them from a kernel that is compiled with `enable_fp_fusion=False`: a contra
 contract rounds twice. Float64 `/` and `tl.sqrt` compile to correctly rounded sequences on sm_90, gfx942 and gfx950;
 float32 ones do not and are not used.
 
-`exp`, `log1p`, … take and return float32, the `_f64` cores float64. `log1p_of_unit_f64` is `log1p_f64` without the
-cases that an argument in [0, 1] cannot reach.
+`exp`, `log1p`, … take and return float32, the `_f64` cores float64. `log1p_of_unit_f64` and `exp_of_nonpositive_f64`
+are `log1p_f64` and `exp_f64` without the cases that their arguments cannot reach.
 """
 
 import triton
@@ -33,7 +33,10 @@ _PI_2_HIGH = tl.constexpr(c.PI_2_HIGH)
 _PI_2_MIDDLE = tl.constexpr(c.PI_2_MIDDLE)
 _PI_2_LOW = tl.constexpr(c.PI_2_LOW)
 _INF = tl.constexpr(float("inf"))
-_NAN = tl.constexpr(float("nan"))
+_SQRT_TWO = tl.constexpr(c.SQRT_TWO)
+_EXP_NORMAL = tl.constexpr(c.EXP_NORMAL)
+# By its bits: Triton compares the globals of a kernel with what they were, and NaN differs from itself.
+_NAN_BITS = tl.constexpr(0x7FF8 << 48)
 _E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8 = (tl.constexpr(value) for value in c.EXP)
 _L0, _L1, _L2, _L3, _L4, _L5 = (tl.constexpr(value) for value in c.LOG)
 _S0, _S1, _S2, _S3, _S4, _S5 = (tl.constexpr(value) for value in c.SIN)
@@ -104,6 +107,18 @@ def exp_f64(x):
 
 
 @triton.jit
+def exp_of_nonpositive_f64(x):
+    """e^x for x <= 0 or NaN. Below -708, where `exp_f64` goes through the subnormals to 0, it stays at e^-708 (3e-308).
+
+    For callers whose result no float32 can tell the difference in.
+    """
+    x = tl.where(x < _EXP_NORMAL, _EXP_NORMAL, x)
+    k, k_bits = _nearest_integer(x * _LOG2_E)
+    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    return _exp_of_remainder(r) * ((k_bits + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def exp2_f64(x):
     x = tl.where(x > _EXP2_OVERFLOW, _EXP2_OVERFLOW, x)
     x = tl.where(x < _EXP2_UNDERFLOW, _EXP2_UNDERFLOW, x)
@@ -119,7 +134,7 @@ def log_f64(x):
     value = _log_of_split(k, f)
     value = tl.where(x < _INF, value, x)
     value = tl.where(x == 0.0, -_INF, value)
-    return tl.where(x < 0.0, _NAN, value)
+    return tl.where(x < 0.0, _nan(x), value)
 
 
 @triton.jit
@@ -130,17 +145,17 @@ def log1p_f64(x):
     value = _log_of_split(k, tl.where(k_bits == 0, x, f))
     value = tl.where((x < _INF) & (x != 0.0), value, x)
     value = tl.where(sum_ == 0.0, -_INF, value)
-    return tl.where(sum_ < 0.0, _NAN, value)
+    return tl.where(sum_ < 0.0, _nan(x), value)
 
 
 @triton.jit
 def log1p_of_unit_f64(x):
-    """ln(1 + x) for x in [0, 1] or NaN: 1 + x lies in [1, 2], so k is 0 or 1."""
+    """ln(1 + x) for x in [0, 1] or NaN: 1 + x lies in [1, 2], so k is 0 or 1, and NaN comes out of the arithmetic."""
     sum_ = x + 1.0
-    k_bits, f = _split(sum_)
-    value = _log_of_split(_to_float(k_bits), tl.where(k_bits == 0, x, f))
-    # NaN has no exponent to split; it must not come out as a number.
-    return tl.where(x == x, value, x)
+    upper = sum_ >= _SQRT_TWO
+    f = tl.where(upper, sum_ * 0.5 - 1.0, x)
+    none = tl.zeros(x.shape, tl.float64)
+    return _log_with_offset(tl.where(upper, _LN2_HIGH, none), tl.where(upper, _LN2_LOW, none), f)
 
 
 @triton.jit
@@ -163,7 +178,7 @@ def cos_f64(x):
     quadrant, sine, cosine = _quadrant_sine_cosine(x)
     value = tl.where((quadrant & 1) == 0, cosine, sine)
     value = tl.where(((quadrant + 1) & 2) == 0, value, -value)
-    return tl.where((x >= -_TRIG_LIMIT) & (x <= _TRIG_LIMIT), value, _NAN)
+    return tl.where((x >= -_TRIG_LIMIT) & (x <= _TRIG_LIMIT), value, _nan(x))
 
 
 @triton.jit
@@ -171,7 +186,7 @@ def sin_f64(x):
     quadrant, sine, cosine = _quadrant_sine_cosine(x)
     value = tl.where((quadrant & 1) == 0, sine, cosine)
     value = tl.where((quadrant & 2) == 0, value, -value)
-    return tl.where((x >= -_TRIG_LIMIT) & (x <= _TRIG_LIMIT), value, _NAN)
+    return tl.where((x >= -_TRIG_LIMIT) & (x <= _TRIG_LIMIT), value, _nan(x))
 
 
 @triton.jit
@@ -216,7 +231,17 @@ def _split(x):
 
 
 @triton.jit
+def _nan(x):
+    return tl.full(x.shape, _NAN_BITS, tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def _log_of_split(k, f):
+    return _log_with_offset(k * _LN2_HIGH, k * _LN2_LOW, f)
+
+
+@triton.jit
+def _log_with_offset(high, low, f):
     s = f / (f + 2.0)
     z = s * s
     value = z * _L5 + _L4
@@ -224,8 +249,8 @@ def _log_of_split(k, f):
     value = value * z + _L2
     value = value * z + _L1
     value = value * z + _L0
-    tail = s * (z * value) + k * _LN2_LOW
-    return k * _LN2_HIGH + ((s + s) + tail)
+    tail = s * (z * value) + low
+    return high + ((s + s) + tail)
 
 
 @triton.jit
