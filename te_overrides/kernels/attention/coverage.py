@@ -1,4 +1,4 @@
-"""What the attention kernels cover, refused by name before a launch: on a GPU nothing falls back to other arithmetic."""
+"""What the attention kernels cover, refused by name before a launch: on a GPU nothing falls back to other bits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def require_covered(
     check_operands(query, key, value)
     if query.dtype not in KERNEL_DTYPES:
         raise KernelCoverageError(
-            f"operands are {query.dtype}: the attention kernels cover {', '.join(map(str, KERNEL_DTYPES))}. Run the model "
-            "in one of those, or on a CPU, where the reference covers float32."
+            f"operands are {query.dtype}: the attention kernels cover {', '.join(map(str, KERNEL_DTYPES))}. Run the "
+            "model in one of those, or on a CPU, where the reference covers float32."
         )
     d, d_v = query.shape[-1], value.shape[-1]
     if d not in HEAD_DIMS or d_v not in HEAD_DIMS or d_v > d:
@@ -60,8 +60,8 @@ def require_covered(
     scale = 1.0 / math.sqrt(d) if softmax_scale is None else softmax_scale
     if not 0.0 < scale < math.inf:
         raise KernelCoverageError(
-            f"softmax_scale={scale}: the attention kernels take a positive, finite scale, since a row's maximum is taken "
-            "before the scale. Negate the queries for a negative one."
+            f"softmax_scale={scale}: the attention kernels take a positive, finite scale, since a row's maximum is "
+            "taken before the scale. Negate the queries for a negative one."
         )
     if grad_out is not None and (
         grad_out.shape != (*query.shape[:3], d_v) or grad_out.dtype is not query.dtype
@@ -73,8 +73,8 @@ def require_covered(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() and x.stride(0) >= 1 << 22:
             raise KernelCoverageError(
-                f"{name}: one row to the next is {x.stride(0)} elements; tiles are addressed with fewer than {1 << 22}. "
-                "Pass a contiguous tensor."
+                f"{name}: one row to the next is {x.stride(0)} elements; tiles are addressed with fewer than "
+                f"{1 << 22}; pass a contiguous tensor."
             )
     log2_e = math.log2(math.e)
     return Problem(_round32(scale * log2_e), _round32(scale), torch.version.hip is not None)

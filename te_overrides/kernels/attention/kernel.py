@@ -5,14 +5,13 @@ Shapes are the reference's: rows first, `[s, b, h, d]`, statistics `[b, h, s]`. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import triton
 
 from te_overrides.kernels.attention import kernel_backward, kernel_forward
-from te_overrides.kernels.attention.coverage import Problem, require_covered
+from te_overrides.kernels.attention.coverage import require_covered
 from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
 from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.attention.runs import FAR, Run, covered, reach, work_table
@@ -208,5 +207,3 @@ def _columns(d: int, d_v: int) -> dict[str, int]:
 
 def _unit_columns(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-

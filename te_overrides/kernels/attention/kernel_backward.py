@@ -30,8 +30,12 @@ def delta_kernel(
     d = tl.arange(0, DV_PAD)
     at_row = row.to(tl.int64)
     inside = (row < rows)[:, None] & (d < DV)[None, :]
-    x = tl.load(grad_out + batch * g_b + head.to(tl.int64) * g_h + (at_row * g_s)[:, None] + d[None, :], inside, 0.0)
-    y = tl.load(out + batch * o_b + head.to(tl.int64) * o_h + (at_row * o_s)[:, None] + d[None, :], inside, 0.0)
+    x = tl.load(
+        grad_out + batch * g_b + head.to(tl.int64) * g_h + (at_row * g_s)[:, None] + d[None, :], inside, 0.0
+    )
+    y = tl.load(
+        out + batch * o_b + head.to(tl.int64) * o_h + (at_row * o_s)[:, None] + d[None, :], inside, 0.0
+    )
     # -0.0 is what addition leaves every value as it is with: columns that only pad do not change the tree.
     terms = tl.where(inside, x.to(tl.float32) * y.to(tl.float32), -0.0)
     width: tl.constexpr = DV_PAD
@@ -54,7 +58,7 @@ def _dq_tiles(
     for start in range(begin, end, BN):
         keys = start + n
         present = keys < length
-        at = start.to(tl.int64)
+        at = tl.cast(start, tl.int64)
         key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD)
         value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD)
         p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -shift[:, None]))  # [BM, BN]
@@ -159,10 +163,20 @@ def dkv_kernel(
     positions = position + r
     at_row = (first_row + r).to(tl.int64)
     key = load_rows(
-        k + batch * k_b + key_head * k_h, (at_row * k_s)[:, None] + d[None, :], row_ok, d < D, True, D != D_PAD
+        k + batch * k_b + key_head * k_h,
+        (at_row * k_s)[:, None] + d[None, :],
+        row_ok,
+        d < D,
+        True,
+        D != D_PAD,
     )
     value = load_rows(
-        v + batch * v_b + key_head * v_h, (at_row * v_s)[:, None] + e[None, :], row_ok, e < DV, True, DV != DV_PAD
+        v + batch * v_b + key_head * v_h,
+        (at_row * v_s)[:, None] + e[None, :],
+        row_ok,
+        e < DV,
+        True,
+        DV != DV_PAD,
     )
     acc_k = tl.zeros([BK, D_PAD], tl.float32)
     acc_v = tl.zeros([BK, DV_PAD], tl.float32)
@@ -176,7 +190,7 @@ def dkv_kernel(
         start = low + step % tiles * BQ
         queries = start + m
         present = queries < length
-        at = (query_row + start).to(tl.int64)
+        at = tl.cast(query_row + start, tl.int64)
         # Absent queries load as zeros with an LSE of -inf: their p and ds are 0 without a mask.
         query = load_rows(
             q + batch * q_b + head * q_h + at * q_s,

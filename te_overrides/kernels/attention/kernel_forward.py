@@ -43,7 +43,7 @@ def _tiles(
             key = load_rows(k, rows[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD)
             value = load_rows(v, rows[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD)
         else:
-            at = start.to(tl.int64)
+            at = tl.cast(start, tl.int64)
             key = load_rows(
                 k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD
             )  # [BN, D]

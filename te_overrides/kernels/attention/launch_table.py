@@ -1,10 +1,10 @@
-"""Launch parameters of the portable attention kernels, keyed by architecture and head dimension. Everything is written out.
+"""Launch parameters of the portable attention kernels, by architecture and head dimension. Everything is written out.
 
 A *numerics class* is what decides bits: the matrix instruction with the indices that each one contracts, the keys of a
 forward tile (a row's maximum moves once a tile, its sum is added tile by tile), and the layout of the sum over a tile's
-keys. `columns` of the forward entries, `nonkdim` and `kpack` belong to it and are equal for every entry of a class; warps
-must lie along the rows, so that a row is summed inside one warp. The other parameters are free: rows of a tile, warps,
-stages, and the columns of the backward entries, where nothing is reduced over a row.
+keys. `columns` of the forward entries, `nonkdim` and `kpack` belong to it and are equal for every entry of a class;
+warps must lie along the rows, so that a row is summed inside one warp. The other parameters are free: rows of a tile,
+warps, stages, and the columns of the backward entries, where nothing is reduced over a row.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class Entries:
 
 def _amd(
     forward: tuple[int, int, int],
+    decode: tuple[int, int, int],
     dq: tuple[int, int, int],
     dkv: tuple[int, int, int],
 ) -> Entries:
     """(rows, columns, warps) of each; one stage, 16-row instructions, no packing: the same for all of AMD."""
     return Entries(
-        *(Launch(*entry, 1, nonkdim=16) for entry in (forward, (16, forward[1], 1), dq, dkv)),
+        *(Launch(*entry, 1, nonkdim=16) for entry in (forward, decode, dq, dkv)),
     )
 
 
@@ -85,12 +86,12 @@ TABLE: dict[tuple[str, int], Entries] = {
     (CUDA, 256): Entries(
         Launch(128, 64, 8, 2), Launch(128, 64, 8, 2), Launch(128, 32, 8, 2), Launch(64, 32, 8, 2)
     ),
-    (GFX942, 64): _amd((128, 64, 4), (128, 64, 4), (64, 64, 4)),
-    (GFX942, 128): _amd((128, 64, 8), (128, 64, 8), (64, 64, 4)),
-    (GFX942, 256): _amd((64, 64, 4), (64, 32, 4), (64, 32, 4)),
-    (GFX950, 64): _amd((128, 64, 4), (128, 64, 4), (64, 64, 4)),
-    (GFX950, 128): _amd((128, 64, 8), (128, 64, 8), (64, 64, 4)),
-    (GFX950, 256): _amd((64, 64, 4), (64, 32, 4), (64, 32, 4)),
+    (GFX942, 64): _amd((128, 64, 4), (16, 64, 1), (128, 64, 4), (64, 64, 4)),
+    (GFX942, 128): _amd((128, 64, 8), (16, 64, 1), (64, 64, 4), (64, 64, 4)),
+    (GFX942, 256): _amd((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
+    (GFX950, 64): _amd((128, 64, 4), (16, 64, 1), (128, 64, 4), (64, 64, 4)),
+    (GFX950, 128): _amd((128, 64, 8), (16, 64, 1), (128, 64, 8), (64, 64, 4)),
+    (GFX950, 256): _amd((64, 64, 4), (64, 64, 4), (64, 32, 4), (64, 32, 4)),
 }
 """(architecture, head dimension padded to a power of two) -> entries."""
 

@@ -1,0 +1,165 @@
+"""Every launch of the attention kernels compiles for its architecture without a GPU, in its class, without spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from te_overrides.audit.certificate import certificate_of  # noqa: E402
+from te_overrides.audit.compile import Compiled  # noqa: E402
+from te_overrides.kernels.attention import kernel_backward, kernel_forward  # noqa: E402
+from te_overrides.kernels.attention.kernel import options  # noqa: E402
+from te_overrides.kernels.attention.launch_table import (  # noqa: E402
+    CUDA,
+    GFX942,
+    GFX950,
+    TABLE,
+    Launch,
+    entries_for,
+    padded,
+)
+
+TARGETS = {
+    CUDA: GPUTarget("cuda", 90, 32),
+    GFX942: GPUTarget("hip", GFX942, 64),
+    GFX950: GPUTarget("hip", GFX950, 64),
+}
+INSTRUCTION = {GFX942: "v_mfma_f32_16x16x16_{}", GFX950: "v_mfma_f32_16x16x32_{}"}
+# Query and key, value.
+DIMENSIONS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+ROWS = ("forward", "decode", "dq", "dkv")
+
+
+def compiled(
+    arch: str,
+    which: str,
+    entry: Launch,
+    d: int,
+    d_v: int,
+    dtype: str = "bf16",
+    *,
+    window: bool = False,
+    paged: bool = False,
+) -> Any:
+    """One launch as the kernels' callers specialize it: four heads a group, aligned strides."""
+    values: dict[str, Any] = {
+        "GROUP": 4, "WINDOW": window, "D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v),
+    }  # fmt: skip
+    if which == "dkv":
+        function = kernel_backward.dkv_kernel
+        values |= {"BK": entry.rows, "BQ": entry.columns}
+    elif which == "dq":
+        function = kernel_backward.dq_kernel
+        values |= {"BM": entry.rows, "BN": entry.columns}
+    else:
+        function = kernel_forward.forward_kernel
+        pack = 4 if which == "decode" else 1
+        values |= {"BM": entry.rows, "BN": entry.columns, "PACK": pack, "PAGED": paged}
+    pointers = dict.fromkeys(("work", "pages"), "*i32") | dict.fromkeys(("lse", "delta"), "*fp32")
+    pointers |= dict.fromkeys(("q", "k", "v", "out", "grad_out", "dq", "dk", "dv"), f"*{dtype}")
+    floats = dict.fromkeys(("scale", "softmax_scale"), "fp32")
+    signature = {
+        name: "constexpr" if name in values else pointers.get(name) or floats.get(name, "i32")
+        for name in function.arg_names
+    }
+    aligned = [
+        index
+        for index, name in enumerate(function.arg_names)
+        if name in pointers or name.endswith(("_s", "_b", "_h"))
+    ]
+    source = ASTSource(
+        fn=function,
+        signature=signature,
+        constexprs=values,
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    return triton.compile(source, target=TARGETS[arch], options=options(entry, hip=arch != CUDA))
+
+
+def spilled(arch: str, built: Any) -> int:
+    """Registers (AMD) that did not fit, or bytes of the stack (NVIDIA) that they went to."""
+    if arch != CUDA:
+        return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", built.asm["amdgcn"])[1])  # type: ignore[index]
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return int(re.search(r"STACK:(\d+)", report)[1])  # type: ignore[index]
+
+
+def require(arch: str, built: Any, dtype: str = "bf16") -> None:
+    """One matrix instruction, one exp2 instruction, no atomic, no spill."""
+    if arch == CUDA:
+        code = built.asm["ptx"]
+        instructions = set(re.findall(r"(wgmma\.mma_async|mma\.sync)\S*\.(?:bf16|f16)\b", code))
+        assert instructions == {"wgmma.mma_async"}, instructions
+        assert set(re.findall(r"ex2\S*", code)) == {"ex2.approx.ftz.f32"}
+        assert not re.search(r"\b(?:red|atom)\.", code)
+    else:
+        code = built.asm["amdgcn"]
+        wanted = INSTRUCTION[arch].format("bf16" if dtype == "bf16" else "f16")
+        assert set(re.findall(r"^\s*(v_mfma\w+)", code, re.M)) == {wanted}
+        assert set(re.findall(r"v_(?:exp|ldexp)\w*_f(?:16|32)\w*", code)) <= {"v_exp_f32_e32", "v_exp_f32"}
+        assert "_atomic" not in code
+    assert spilled(arch, built) == 0, f"{spilled(arch, built)} spilled"
+
+
+LAUNCHES = [(arch, which, *dims) for arch in TARGETS for which in ROWS for dims in DIMENSIONS]
+
+
+@pytest.mark.parametrize(("arch", "which", "d", "d_v"), LAUNCHES)
+def test_a_launch_compiles_in_its_class_without_spills(arch: str, which: str, d: int, d_v: int) -> None:
+    require(arch, compiled(arch, which, getattr(entries_for(arch, d), which), d, d_v))
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(
+    ("dtype", "window", "paged"), [("fp16", False, False), ("bf16", True, False), ("bf16", False, True)]
+)
+def test_so_do_float16_windows_and_pages(arch: str, dtype: str, window: bool, paged: bool) -> None:
+    for which in ("decode",) if paged else ROWS:
+        entry = getattr(entries_for(arch, 128), which)
+        require(arch, compiled(arch, which, entry, 128, 128, dtype, window=window, paged=paged), dtype)
+
+
+def certificate(built: Any) -> Any:
+    return certificate_of(Compiled(built.asm["amdgcn"], built.asm["ttgir"], int(built.metadata.shared)))
+
+
+@pytest.mark.parametrize(("arch", "d"), [key for key in TABLE if key[0] != CUDA])
+def test_prefill_and_decode_have_one_certificate_on_amd(arch: str, d: int) -> None:
+    """Instruction, K indices, order of the row sum; over free tiles as well, but not over tiles of other keys."""
+    entries = entries_for(arch, d)
+    free = [entries.forward, entries.decode, Launch(64, entries.forward.columns, 4, 1, nonkdim=16)]
+    found = [certificate(compiled(arch, "forward", entry, d, d)) for entry in free]
+    assert not any(one.unresolved for one in found), [one.unresolved for one in found]
+    assert len({(one.opcodes, one.dots, one.reductions) for one in found}) == 1
+    other = Launch(64, entries.forward.columns // 2, 4, 1, nonkdim=16)
+    mutant = certificate(compiled(arch, "forward", other, d, d))
+    assert (mutant.dots, mutant.reductions) != (found[0].dots, found[0].reductions)
+
+
+@pytest.mark.parametrize(("arch", "d"), [key for key in TABLE if key[0] != CUDA])
+def test_a_window_does_not_change_the_class(arch: str, d: int) -> None:
+    for which in ("forward", "dq", "dkv"):
+        entry = getattr(entries_for(arch, d), which)
+        plain, window = (
+            certificate(compiled(arch, which, entry, d, d, window=flag)) for flag in (False, True)
+        )
+        assert (plain.opcodes, plain.dots, plain.reductions) == (
+            window.opcodes,
+            window.dots,
+            window.reductions,
+        )
