@@ -53,18 +53,12 @@ def shift_of_lse(lse):
 
 
 @triton.jit
-def load_rows(base, offsets, row_ok, d_ok, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [rows, d] with zeros in place of absent rows (if ROWS) and of columns that only pad (if COLUMNS)."""
-    if ROWS:
-        if COLUMNS:
-            return tl.load(base + offsets, row_ok[:, None] & d_ok[None, :], 0.0)
-        else:
-            return tl.load(base + offsets, row_ok[:, None], 0.0)
+def load_rows(base, offsets, row_ok, d_ok, PADDED: tl.constexpr):
+    """A tile [rows, d] with zeros in place of absent rows and, if PADDED, of columns that only pad."""
+    if PADDED:
+        return tl.load(base + offsets, row_ok[:, None] & d_ok[None, :], 0.0)
     else:
-        if COLUMNS:
-            return tl.load(base + offsets, d_ok[None, :], 0.0)
-        else:
-            return tl.load(base + offsets)
+        return tl.load(base + offsets, row_ok[:, None], 0.0)
 
 
 @triton.jit

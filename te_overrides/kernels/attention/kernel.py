@@ -14,7 +14,7 @@ from te_overrides.kernels.attention import kernel_backward, kernel_forward
 from te_overrides.kernels.attention.coverage import require_covered
 from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
 from te_overrides.kernels.attention.reference import Mask
-from te_overrides.kernels.attention.runs import FAR, Run, covered, reach, work_table
+from te_overrides.kernels.attention.runs import Run, covered, reach, work_table
 from te_overrides.kernels.gemm.kernel import architecture
 from te_overrides.kernels.launching import Launcher
 
@@ -90,8 +90,8 @@ def attention_forward(
             s_q, heads, 0, 1, left, right, problem.score_scale,
         ),
         {
-            "GROUP": per_group, "PACK": pack, "PAGED": False, "WINDOW": left < FAR,
-            "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
+            "GROUP": per_group, "PACK": pack, "PAGED": False,
+            "BRANCH": not problem.hip, "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
         },
         options(entry, problem.hip),
     )  # fmt: skip
@@ -148,7 +148,7 @@ def attention_dq(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "WINDOW": left < FAR, "BM": entry.rows, "BN": entry.columns,
+            "GROUP": heads // groups, "BRANCH": not problem.hip, "BM": entry.rows, "BN": entry.columns,
             **_columns(d, d_v),
         },
         options(entry, problem.hip),
@@ -193,7 +193,7 @@ def attention_dkv(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "WINDOW": left < FAR, "BK": entry.rows, "BQ": entry.columns,
+            "GROUP": heads // groups, "BRANCH": not problem.hip, "BK": entry.rows, "BQ": entry.columns,
             **_columns(d, d_v),
         },
         options(entry, problem.hip),

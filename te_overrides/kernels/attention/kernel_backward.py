@@ -47,30 +47,6 @@ def delta_kernel(
 
 
 @triton.jit
-def _dq_tiles(
-    acc, query, grad, shift, delta, k, v, k_s, v_s, begin, end, positions, length, left, right, scale,
-    MASK: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-):  # fmt: skip
-    n = tl.arange(0, BN)
-    d = tl.arange(0, D_PAD)
-    dv = tl.arange(0, DV_PAD)
-    for start in range(begin, end, BN):
-        keys = start + n
-        present = keys < length
-        at = tl.cast(start, tl.int64)
-        key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD)
-        value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD)
-        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -shift[:, None]))  # [BM, BN]
-        ds = p * (tl.dot(grad, value.T) - delta[:, None])
-        if MASK:
-            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
-            ds = tl.where(visible, ds, 0.0)
-        acc = tl.dot(ds.to(key.dtype), key, acc)
-    return acc
-
-
-@triton.jit
 def dq_kernel(
     q,  # [s_q, b, h, D]
     k,  # [s_k, b, h_kv, D]
@@ -83,7 +59,7 @@ def dq_kernel(
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dq_s, dq_b, dq_h,
     s_q, heads, left, right,
     scale, softmax_scale,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, BRANCH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
@@ -98,11 +74,11 @@ def dq_kernel(
     positions = position + r
     at_row = (first_row + r).to(tl.int64)
     query = load_rows(
-        q + batch * q_b + head * q_h, (at_row * q_s)[:, None] + d[None, :], row_ok, d < D, True, D != D_PAD
+        q + batch * q_b + head * q_h, (at_row * q_s)[:, None] + d[None, :], row_ok, d < D, D != D_PAD
     )
     grad = load_rows(
         grad_out + batch * g_b + head * g_h,
-        (at_row * g_s)[:, None] + dv[None, :], row_ok, dv < DV, True, DV != DV_PAD,
+        (at_row * g_s)[:, None] + dv[None, :], row_ok, dv < DV, DV != DV_PAD,
     )  # fmt: skip
     at_stat = (batch * heads + head) * s_q + at_row
     shift = shift_of_lse(tl.load(lse + at_stat, row_ok, -_INF))
@@ -112,21 +88,24 @@ def dq_kernel(
     v += batch * v_b + key_head * v_h + key_row.to(tl.int64) * v_s
 
     acc = tl.zeros([BM, D_PAD], tl.float32)
+    n = tl.arange(0, BN)
     low, full_low, full_high, end = key_range(position, position + rows - 1, length, left, right, BN)
-    if WINDOW:
-        acc = _dq_tiles(
-            acc, query, grad, shift, row_delta, k, v, k_s, v_s, low, full_low, positions, length, left, right, scale,
-            True, BN, D, D_PAD, DV, DV_PAD,
-        )  # fmt: skip
-        low = full_low
-    acc = _dq_tiles(
-        acc, query, grad, shift, row_delta, k, v, k_s, v_s, low, full_high, positions, length, left, right, scale,
-        False, BN, D, D_PAD, DV, DV_PAD,
-    )  # fmt: skip
-    acc = _dq_tiles(
-        acc, query, grad, shift, row_delta, k, v, k_s, v_s, full_high, end, positions, length, left, right, scale,
-        True, BN, D, D_PAD, DV, DV_PAD,
-    )  # fmt: skip
+    for start in range(low, end, BN):
+        keys = start + n
+        present = keys < length
+        at = tl.cast(start, tl.int64)
+        key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD)
+        value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD)
+        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -shift[:, None]))  # [BM, BN]
+        if BRANCH:
+            if (start < full_low) | (start >= full_high):
+                visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+                p = tl.where(visible, p, 0.0)
+        else:
+            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+            p = tl.where(visible, p, 0.0)
+        ds = p * (tl.dot(grad, value.T) - row_delta[:, None])
+        acc = tl.dot(ds.to(key.dtype), key, acc)
     tl.store(
         dq + batch * dq_b + head * dq_h + (at_row * dq_s)[:, None] + d[None, :],
         positive_zero((acc * softmax_scale).to(dq.dtype.element_ty)),
@@ -148,7 +127,7 @@ def dkv_kernel(
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
     s_q, heads, left, right,
     scale, softmax_scale,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
+    GROUP: tl.constexpr, BRANCH: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
@@ -167,7 +146,6 @@ def dkv_kernel(
         (at_row * k_s)[:, None] + d[None, :],
         row_ok,
         d < D,
-        True,
         D != D_PAD,
     )
     value = load_rows(
@@ -175,7 +153,6 @@ def dkv_kernel(
         (at_row * v_s)[:, None] + e[None, :],
         row_ok,
         e < DV,
-        True,
         DV != DV_PAD,
     )
     acc_k = tl.zeros([BK, D_PAD], tl.float32)
@@ -194,18 +171,21 @@ def dkv_kernel(
         # Absent queries load as zeros with an LSE of -inf: their p and ds are 0 without a mask.
         query = load_rows(
             q + batch * q_b + head * q_h + at * q_s,
-            m[:, None] * q_s + d[None, :], present, d < D, True, D != D_PAD,
+            m[:, None] * q_s + d[None, :], present, d < D, D != D_PAD,
         )  # fmt: skip
         grad = load_rows(
             grad_out + batch * g_b + head * g_h + at * g_s,
-            m[:, None] * g_s + e[None, :], present, e < DV, True, DV != DV_PAD,
+            m[:, None] * g_s + e[None, :], present, e < DV, DV != DV_PAD,
         )  # fmt: skip
         stat = (batch * heads + head) * s_q + at
         shift = shift_of_lse(tl.load(lse + stat + m, present, -_INF))
         column_delta = tl.load(delta + stat + m, present, 0.0)
         # Keys are the rows here: what both products contract over, queries, then lies in registers as their left side.
         p = tl.math.exp2(tl.fma(tl.dot(key, query.T), scale, -shift[None, :]))  # [BK, BQ]
-        if (start < full_low) | ((start >= full_high) & WINDOW):
+        if BRANCH:
+            if (start < full_low) | (start >= full_high):
+                p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)
+        else:
             p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)
         acc_v = tl.dot(p.to(grad.dtype), grad, acc_v)
         ds = p * (tl.dot(value, grad.T) - column_delta[None, :])

@@ -24,42 +24,6 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _tiles(
-    acc, row_max, row_sum, query, k, v, k_s, v_s, pages, page_size, begin, end, positions, length, left, right, scale,
-    MASK: tl.constexpr, PAGED: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-):  # fmt: skip
-    """Keys begin … end - 1 (begin a multiple of BN) meet the rows."""
-    n = tl.arange(0, BN)
-    d = tl.arange(0, D_PAD)
-    dv = tl.arange(0, DV_PAD)
-    for start in range(begin, end, BN):
-        keys = start + n
-        present = keys < length
-        if PAGED:
-            # Rows of the cache: page of the key, then its place in the page.
-            page = tl.load(pages + keys // page_size, present, 0).to(tl.int64)
-            rows = page * page_size + keys % page_size  # [BN]
-            key = load_rows(k, rows[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD)
-            value = load_rows(v, rows[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD)
-        else:
-            at = tl.cast(start, tl.int64)
-            key = load_rows(
-                k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, MASK, D != D_PAD
-            )  # [BN, D]
-            value = load_rows(
-                v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, MASK, DV != DV_PAD
-            )  # [BN, DV]
-        s = tl.dot(query, key.T)  # [BM, BN]
-        if MASK:
-            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
-            s = tl.where(visible, s, -_INF)
-        p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
-        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
-    return acc, row_max, row_sum
-
-
-@triton.jit
 def forward_kernel(
     q,  # [s_q, b, h, D]
     k,  # [s_k, b, h_kv, D]; PAGED: [pages * page_size, h_kv, D]
@@ -74,7 +38,7 @@ def forward_kernel(
     GROUP: tl.constexpr,  # query heads of a key head
     PACK: tl.constexpr,  # heads whose rows share a tile: 1, or GROUP
     PAGED: tl.constexpr,
-    WINDOW: tl.constexpr,  # whether rows miss early keys
+    BRANCH: tl.constexpr,  # whether tiles that every row sees whole skip the mask
     BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +57,7 @@ def forward_kernel(
     positions = position + row
     at_row = (first_row + row).to(tl.int64)
     query_at = at_row * q_s + batch * q_b + head.to(tl.int64) * q_h
-    query = load_rows(q, query_at[:, None] + d[None, :], row_ok, d < D, True, D != D_PAD)
+    query = load_rows(q, query_at[:, None] + d[None, :], row_ok, d < D, D != D_PAD)
     k += batch * k_b + key_head.to(tl.int64) * k_h
     v += batch * v_b + key_head.to(tl.int64) * v_h
     if PAGED:
@@ -105,21 +69,35 @@ def forward_kernel(
     row_max = tl.full([BM], -_INF, tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV_PAD], tl.float32)
+    n = tl.arange(0, BN)
     low, full_low, full_high, end = key_range(position, position + rows - 1, length, left, right, BN)
-    if WINDOW:
-        acc, row_max, row_sum = _tiles(
-            acc, row_max, row_sum, query, k, v, k_s, v_s, pages, page_size, low, full_low, positions, length,
-            left, right, scale, True, PAGED, BN, D, D_PAD, DV, DV_PAD,
-        )  # fmt: skip
-        low = full_low
-    acc, row_max, row_sum = _tiles(
-        acc, row_max, row_sum, query, k, v, k_s, v_s, pages, page_size, low, full_high, positions, length,
-        left, right, scale, False, PAGED, BN, D, D_PAD, DV, DV_PAD,
-    )  # fmt: skip
-    acc, row_max, row_sum = _tiles(
-        acc, row_max, row_sum, query, k, v, k_s, v_s, pages, page_size, full_high, end, positions, length,
-        left, right, scale, True, PAGED, BN, D, D_PAD, DV, DV_PAD,
-    )  # fmt: skip
+    for start in range(low, end, BN):
+        keys = start + n
+        present = keys < length
+        if PAGED:
+            # Rows of the cache: page of the key, then its place in the page.
+            page = tl.load(pages + keys // page_size, present, 0).to(tl.int64)
+            at_key = page * page_size + keys % page_size  # [BN]
+            key = load_rows(k, at_key[:, None] * k_s + d[None, :], present, d < D, D != D_PAD)
+            value = load_rows(v, at_key[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD)
+        else:
+            at = tl.cast(start, tl.int64)
+            key = load_rows(
+                k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD
+            )  # [BN, D]
+            value = load_rows(
+                v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD
+            )  # [BN, DV]
+        s = tl.dot(query, key.T)  # [BM, BN]
+        if BRANCH:
+            if (start < full_low) | (start >= full_high):
+                visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+                s = tl.where(visible, s, -_INF)
+        else:
+            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+            s = tl.where(visible, s, -_INF)
+        p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
+        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
 
     inverse, row_lse = finish_rows(row_max, row_sum)
     # A row without keys is 0 whatever its hidden values hold.
