@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from te_overrides.kernels.attention.context_parallel import context_parallel_attention
+from te_overrides.kernels.attention import reference as attention
+from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.cross_entropy.reference import vocab_parallel_log_prob
 from te_overrides.kernels.embedding.reference import embedding_gradient
@@ -49,10 +50,13 @@ def _every_exponent(count: int) -> torch.Tensor:
 
 def _attention(device: torch.device) -> list[torch.Tensor]:
     leaves = [_randn(192, 2, heads, 64, seed=heads, dtype=torch.bfloat16) for heads in (8, 4, 4)]
-    q, k, v = (x.to(device).requires_grad_() for x in leaves)
-    out, lse = context_parallel_attention(q, k, v)
-    out.backward(_randn(*out.shape, seed=9, dtype=torch.bfloat16).to(device))
-    return [out, lse, q.grad, k.grad, v.grad]
+    q, k, v = (x.to(device) for x in leaves)
+    rows, mask = torch.arange(192), Mask.of(True, None)
+    out, lse = attention.attention_forward(q, k, v, rows, mask=mask)
+    grad = _randn(*out.shape, seed=9, dtype=torch.bfloat16).to(device)
+    statistics = (grad, lse, attention.attention_delta(grad, out))
+    dq = attention.attention_dq(q, k, v, *statistics, rows, mask=mask)
+    return [out, lse, dq, *attention.attention_dkv(q, k, v, *statistics, rows, mask=mask)]
 
 
 def _norm(device: torch.device) -> list[torch.Tensor]:

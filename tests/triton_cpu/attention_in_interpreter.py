@@ -151,6 +151,7 @@ def within() -> dict[str, list[int]]:
     y = operands(40, 40, 1, 2, 2, 96, 96, torch.float16)
     compare("delta, 96", [(kernel.attention_delta(y[3], y[0]), reference.attention_delta(y[3], y[0]))])
     found.update(packed())
+    found["pages"] = paged()
     wrong = replace(SMALL, **dict.fromkeys(("forward", "decode"), Launch(64, 64, 1, 1)))
     broken = by_kernel(x, all_rows, all_rows, mask, wrong)
     compare("mutant: other tiles of keys", [(broken["lse"], whole["lse"])])
@@ -184,6 +185,36 @@ def packed() -> dict[str, list[int]]:
     nonzero = sum(int(got[name][pad].count_nonzero()) for name in NAMES if name != "lse")
     nonzero += int((got["lse"][..., pad] != -torch.inf).sum())
     return {"packed": counts, "padding": [nonzero, int(pad.sum())]}
+
+
+def paged() -> list[int]:
+    """Two sequences over shuffled pages of 24 keys, NaN where nothing was written, against one tensor of keys."""
+    generator = torch.Generator().manual_seed(5)
+    lengths, s_q, page = (70, 33), 2, 24
+    cache = torch.full((2, 8, page, 1, 64), torch.nan, dtype=torch.float16)
+    places = torch.randperm(8, generator=generator)
+    table = torch.full((2, 3), -1)
+    mask, counts = Mask(None, 0), [0, 0]
+    query = torch.randn(2, s_q, 2, 64, generator=generator).to(torch.float16)
+    dense = []
+    for n, length in enumerate(lengths):
+        keys = torch.randn(2, length, 1, 64, generator=generator).to(torch.float16)
+        for index in range(-(-length // page)):
+            table[n, index] = places[3 * n + index]
+            part = keys[:, index * page : (index + 1) * page]
+            cache[:, table[n, index], : part.shape[1]] = part
+        dense.append(keys)
+    out, lse = kernel.paged_forward(
+        query, cache[0], cache[1], table, torch.tensor(lengths), mask=mask, entries=SMALL
+    )
+    for n, length in enumerate(lengths):
+        run = (Run(0, s_q, length - s_q, 0, length),)
+        q, k, v = (x.unsqueeze(1) for x in (query[n], *dense[n]))
+        want, want_lse = kernel.attention_forward(q, k, v, run, mask=mask, entries=SMALL)
+        for got, wanted in ((out[n], want[:, 0]), (lse[n], want_lse[0])):
+            mismatched, elements, _ = count_mismatches(got, wanted)
+            counts = [counts[0] + mismatched, counts[1] + elements]
+    return counts
 
 
 if __name__ == "__main__":

@@ -25,18 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_overrides.kernels.attention.reference import (
-    AttentionError,
-    Mask,
+from te_overrides.kernels.attention.ops import (
     attention_delta,
     attention_dkv,
     attention_dq,
     attention_forward,
-    check_operands,
 )
+from te_overrides.kernels.attention.reference import AttentionError, Mask, check_operands
+from te_overrides.kernels.attention.runs import Run, runs_of_rank
 from te_overrides.kernels.collectives.transport import all_gather, group_rank, group_size
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.zigzag.reference import check_length, rank_positions, to_canonical
+from te_overrides.kernels.zigzag.reference import check_length, to_canonical
 
 
 @eager_only
@@ -72,8 +71,8 @@ def context_parallel_attention(
     """
     _check_own_rows(query, key, value)
     ranks, rows = group_size(cp_group), query.shape[0]
-    positions = rank_positions(rows * ranks, ranks, group_rank(cp_group), layout)
-    whole = _Sequence(held=slice(0, rows), positions=positions, length=rows * ranks)
+    runs = runs_of_rank(rows * ranks, rows * ranks, ranks, group_rank(cp_group), layout, 0, 0)
+    whole = _Sequence(held=slice(0, rows), length=rows * ranks, runs=runs)
     mask = Mask.of(causal, window)
     return _OwnedAttention.apply(query, key, value, cp_group, layout, [whole], mask, softmax_scale)
 
@@ -140,23 +139,32 @@ class _Sequence:
 
     Attributes:
         held: this rank's rows of the padded sequence; the same slice on every rank.
-        positions: position in the sequence of each of them that is no padding. Positions ascend, so those come first.
         length: positions of the whole sequence, padding left out.
+        runs: which positions the rank's rows hold, padding left out; `origin` is a row of what `_canonical` returns.
     """
 
     held: slice
-    positions: Tensor
     length: int
+    runs: tuple[Run, ...]
 
-    @property
-    def rows(self) -> slice:
-        """This rank's rows of the sequence without padding."""
-        return slice(self.held.start, self.held.start + self.positions.numel())
 
-    def canonical(self, parts: Sequence[Tensor], layout: str, dim: int = 0) -> Tensor:
-        """All rows of the sequence in the order of positions, from what every rank holds."""
-        own = [part.narrow(dim, self.held.start, self.held.stop - self.held.start) for part in parts]
-        return to_canonical(own, layout, dim).narrow(dim, 0, self.length)
+def _canonical(sequences: Sequence[_Sequence], parts: Sequence[Tensor], layout: str, dim: int = 0) -> Tensor:
+    """What every rank holds in the order of positions, sequence behind sequence.
+
+    One rank's rows are in that order: they stay where they are, padding included, which no run names.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    whole = []
+    for sequence in sequences:
+        held = sequence.held
+        own = [part.narrow(dim, held.start, held.stop - held.start) for part in parts]
+        whole.append(to_canonical(own, layout, dim).narrow(dim, 0, sequence.length))
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
+
+
+def _runs(sequences: Sequence[_Sequence]) -> tuple[Run, ...]:
+    return tuple(itertools.chain.from_iterable(sequence.runs for sequence in sequences))
 
 
 class _OwnedAttention(torch.autograd.Function):
@@ -172,20 +180,11 @@ class _OwnedAttention(torch.autograd.Function):
         mask: Mask,
         softmax_scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        keys, values = all_gather(key, cp_group), all_gather(value, cp_group)
-        s_local, batch, heads, _ = query.shape
-        out = query.new_zeros(s_local, batch, heads, value.shape[-1])
-        softmax_lse = query.new_full((batch, heads, s_local), -torch.inf, dtype=torch.float32)
-        for sequence in sequences:
-            rows = sequence.rows
-            out[rows], softmax_lse[..., rows] = attention_forward(
-                query[rows],
-                sequence.canonical(keys, layout),
-                sequence.canonical(values, layout),
-                sequence.positions,
-                mask=mask,
-                softmax_scale=softmax_scale,
-            )
+        keys, values = (_canonical(sequences, all_gather(x, cp_group), layout) for x in (key, value))
+        runs = _runs(sequences)
+        out, softmax_lse = attention_forward(
+            query, keys, values, runs, mask=mask, softmax_scale=softmax_scale
+        )
         ctx.save_for_backward(query, key, value, out, softmax_lse)
         ctx.cp_group, ctx.layout, ctx.sequences = cp_group, layout, sequences
         ctx.options = {"mask": mask, "softmax_scale": softmax_scale}
@@ -209,42 +208,21 @@ class _OwnedAttention(torch.autograd.Function):
 def _dq(
     ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, softmax_lse: Tensor, delta: Tensor
 ) -> Tensor:
-    keys, values = all_gather(key, ctx.cp_group), all_gather(value, ctx.cp_group)
-    dq = torch.zeros_like(query)
-    for sequence in ctx.sequences:
-        rows = sequence.rows
-        dq[rows] = attention_dq(
-            query[rows],
-            sequence.canonical(keys, ctx.layout),
-            sequence.canonical(values, ctx.layout),
-            grad_out[rows],
-            softmax_lse[..., rows],
-            delta[..., rows],
-            sequence.positions,
-            **ctx.options,
-        )
-    return dq
+    keys, values = (_canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout) for x in (key, value))
+    runs = _runs(ctx.sequences)
+    return attention_dq(query, keys, values, grad_out, softmax_lse, delta, runs, **ctx.options)
 
 
 def _dkv(
     ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, softmax_lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    queries, grads = all_gather(query, ctx.cp_group), all_gather(grad_out, ctx.cp_group)
-    all_lse, all_delta = all_gather(softmax_lse, ctx.cp_group), all_gather(delta, ctx.cp_group)
-    dk, dv = torch.zeros_like(key), torch.zeros_like(value)
-    for sequence in ctx.sequences:
-        rows = sequence.rows
-        dk[rows], dv[rows] = attention_dkv(
-            sequence.canonical(queries, ctx.layout),
-            key[rows],
-            value[rows],
-            sequence.canonical(grads, ctx.layout),
-            sequence.canonical(all_lse, ctx.layout, 2),
-            sequence.canonical(all_delta, ctx.layout, 2),
-            sequence.positions,
-            **ctx.options,
-        )
-    return dk, dv
+    queries, grads = (
+        _canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout) for x in (query, grad_out)
+    )
+    all_lse, all_delta = (
+        _canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout, 2) for x in (softmax_lse, delta)
+    )
+    return attention_dkv(queries, key, value, grads, all_lse, all_delta, _runs(ctx.sequences), **ctx.options)
 
 
 def _check_own_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -277,7 +255,7 @@ def _packed_sequences(
             f"cu_seqlens names {len(cu_seqlens) - 1} sequences, cu_seqlens_padded {len(padded) - 1}; "
             "they must describe the same ones"
         )
-    sequences = []
+    sequences, origin = [], 0
     for index in range(len(padded) - 1):
         start, stop = padded[index : index + 2]
         length = cu_seqlens[index + 1] - cu_seqlens[index]
@@ -287,9 +265,12 @@ def _packed_sequences(
                 "cu_seqlens_padded must leave room for every token"
             )
         check_length(stop - start, cp_size, layout, f"sequence {index} of the packed batch, length")
-        positions = rank_positions(stop - start, cp_size, rank, layout)
         held = slice(start // cp_size, stop // cp_size)
-        sequences.append(_Sequence(held=held, positions=positions[positions < length], length=length))
+        runs = runs_of_rank(
+            stop - start, length, cp_size, rank, layout, held.start, start if cp_size == 1 else origin
+        )
+        sequences.append(_Sequence(held=held, length=length, runs=runs))
+        origin += length
     if padded[-1] != rows * cp_size:
         raise AttentionError(
             f"the boundaries end at {padded[-1]}, but {cp_size} ranks hold {rows} rows each, {rows * cp_size} in all; "

@@ -74,10 +74,7 @@ def attention_forward(
         lse.fill_(-torch.inf)
     entries = entries or entries_for(architecture(query.device), d)
     per_group = heads // groups
-    packed = max((run.count for run in runs), default=0) * per_group <= DECODE_ROWS
-    entry, pack = (entries.decode, per_group) if packed else (entries.forward, 1)
-    if pack > entry.rows:
-        entry, pack = entries.forward, 1
+    entry, pack = _launch_of(entries, max((run.count for run in runs), default=0), per_group)
     left, right = reach(mask)
     work = work_table(runs, entry.rows // pack, left, right, query.device)
     if work is None or not batch:
@@ -207,3 +204,79 @@ def _columns(d: int, d_v: int) -> dict[str, int]:
 
 def _unit_columns(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def paged_forward(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    entries: Entries | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last rows of every sequence over pages read where they lie; nothing waits for the host.
+
+    Args:
+        query: [b, s_q, h, d]; row i of sequence n is at position `seq_lens[n] - s_q + i`.
+        key_cache, value_cache: [pages, page_size, h_kv, d or d_v], pages one after the other in memory.
+        block_table: integer [b, max_pages]; seq_lens: integer [b], both on the device.
+
+    Returns:
+        out [b, s_q, h, d_v] and LSE [b, h, s_q], the bits of `attention_forward` over the same keys.
+
+    Raises:
+        KernelCoverageError, NoAttentionLaunchError: as `attention_forward`.
+    """
+    batch, s_q, heads, d = query.shape
+    page_size, groups, d_v = value_cache.shape[1:]
+    keys, values = (_unit_columns(cache).flatten(0, 1).unsqueeze(1) for cache in (key_cache, value_cache))
+    rows = _unit_columns(query).reshape(batch * s_q, 1, heads, d)
+    problem = require_covered(rows, keys, values, softmax_scale)
+    out = query.new_empty(batch * s_q, 1, heads, d_v)
+    lse = query.new_empty(1, heads, batch * s_q, dtype=torch.float32)
+    if not rows.numel():
+        return out.view(batch, s_q, heads, d_v), lse.view(heads, batch, s_q).transpose(0, 1)
+    entries = entries or entries_for(architecture(query.device), d)
+    entry, pack = _launch_of(entries, s_q, heads // groups)
+    left, right = reach(mask)
+    table = block_table.to(torch.int32).contiguous()
+    work = _paged_work(seq_lens, s_q, entry.rows // pack)
+    _forward(
+        (work.shape[0], heads // pack, 1),
+        (rows, keys, values, out, lse, work, table),
+        (
+            *rows.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:3],
+            batch * s_q, heads, table.stride(0), page_size, left, right, problem.score_scale,
+        ),
+        {
+            "GROUP": heads // groups, "PACK": pack, "PAGED": True, "BRANCH": not problem.hip,
+            "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
+        },
+        options(entry, problem.hip),
+    )  # fmt: skip
+    return out.view(batch, s_q, heads, d_v), lse.view(heads, batch, s_q).transpose(0, 1)
+
+
+def _launch_of(entries: Entries, rows: int, per_group: int) -> tuple[Launch, int]:
+    """The forward entry for so many rows of a sequence, and how many heads share its tile."""
+    if per_group <= entries.decode.rows and rows * per_group <= DECODE_ROWS:
+        return entries.decode, per_group
+    return entries.forward, 1
+
+
+def _paged_work(seq_lens: torch.Tensor, s_q: int, tile: int) -> torch.Tensor:
+    """`runs.work_table` made on the device: `origin` is a line of the block table."""
+    lengths = seq_lens.to(torch.int32)
+    starts = torch.arange(0, s_q, tile, dtype=torch.int32, device=lengths.device)
+    sequence = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)[:, None]
+    lines = (
+        sequence * s_q + starts,
+        (s_q - starts).clamp(max=tile),
+        lengths[:, None] - s_q + starts,
+        sequence,
+        lengths[:, None],
+    )
+    return torch.stack(torch.broadcast_tensors(*lines), -1).flatten(0, 1)

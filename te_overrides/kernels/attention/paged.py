@@ -1,9 +1,10 @@
 """Attention over a paged key/value cache with the bits of prefill.
 
 Paged kernels split the keys of a long sequence over programs and merge; how far they split follows the batch and the
-free multiprocessors, so that decode differs from prefill and from itself. Here pages are brought into the order of
-positions and given to the one attention of the contract: a query's row is the same whether its keys were computed a
-moment ago or lie in pages anywhere in the cache. That is what lets rollout and training agree on a log-probability.
+free multiprocessors, so that decode differs from prefill and from itself. Here the one attention of the contract walks
+the keys in the order of positions, wherever their pages lie: on a GPU its kernel looks every key's page up, on a CPU
+pages are brought together for the reference. A query's row is the same whether its keys were computed a moment ago or
+lie in a cache, which is what lets rollout and training agree on a log-probability.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_overrides.kernels.attention.ops import kernel_for
 from te_overrides.kernels.attention.reference import AttentionError, Mask, attention_forward
 from te_overrides.kernels.eager import eager_only
 
@@ -26,6 +28,7 @@ def paged_attention(
     seq_lens: Tensor,
     softmax_scale: float | None = None,
     window: tuple[int, int] | None = None,
+    validate: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last positions of each sequence over its cached keys, their own included.
 
@@ -37,6 +40,8 @@ def paged_attention(
         seq_lens: integer [b], keys of each sequence in the cache; 0 for a slot without a sequence.
         softmax_scale: default 1 / sqrt(d).
         window: (left, 0) or (left, -1) for a sliding window.
+        validate: look whether the table holds its sequences. On a GPU that waits for the device: verify a table once
+            and pass False in the layers and steps after it.
 
     Returns:
         out: [b, s_q, h, d_v], 0 for rows before position 0.
@@ -58,19 +63,17 @@ def paged_attention(
             f"{batch} sequences of query {tuple(query.shape)}; give [b, max_pages] and [b]"
         )
     mask = Mask.of(True, window)
+    if validate:
+        _require_table(block_table, seq_lens, page_size, key_cache.shape[0])
+    kernel = kernel_for(query)
+    if kernel is not None:
+        return kernel.paged_forward(
+            query, key_cache, value_cache, block_table, seq_lens, mask=mask, softmax_scale=softmax_scale
+        )
     out = query.new_zeros(batch, s_q, heads, value_cache.shape[-1])
     softmax_lse = query.new_full((batch, heads, s_q), -torch.inf, dtype=torch.float32)
     for index, length in enumerate(seq_lens.tolist()):
         pages = block_table[index, : -(-length // page_size)].to(torch.int64)
-        if pages.numel() * page_size < length:
-            raise AttentionError(
-                f"sequence {index} has {length} keys, its block_table row has room for {pages.numel() * page_size}"
-            )
-        if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < key_cache.shape[0]:
-            raise AttentionError(
-                f"sequence {index}: block_table names pages {int(pages.min())} … {int(pages.max())}; "
-                f"the cache has pages 0 … {key_cache.shape[0] - 1}"
-            )
         keys, values = (
             cache[pages].flatten(0, 1)[:length].unsqueeze(1) for cache in (key_cache, value_cache)
         )
@@ -84,3 +87,17 @@ def paged_attention(
         )
         out[index], softmax_lse[index] = rows.squeeze(1), row_lse.squeeze(0)
     return out, softmax_lse
+
+
+def _require_table(block_table: Tensor, seq_lens: Tensor, page_size: int, pages_in_cache: int) -> None:
+    for index, length in enumerate(seq_lens.tolist()):
+        pages = block_table[index, : -(-length // page_size)]
+        if pages.numel() * page_size < length:
+            raise AttentionError(
+                f"sequence {index} has {length} keys, its block_table row has room for {pages.numel() * page_size}"
+            )
+        if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < pages_in_cache:
+            raise AttentionError(
+                f"sequence {index}: block_table names pages {int(pages.min())} … {int(pages.max())}; "
+                f"the cache has pages 0 … {pages_in_cache - 1}"
+            )

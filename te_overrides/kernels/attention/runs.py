@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from te_overrides.kernels.attention.reference import AttentionError, Mask
+from te_overrides.kernels.zigzag.reference import rank_positions
 
 # Farther than any position, and small enough that two of them add up in int32.
 FAR = 1 << 29
@@ -55,6 +56,25 @@ def runs_of(positions: torch.Tensor, row: int, origin: int, length: int) -> tupl
         Run(row + start, stop - start, int(positions[start]), origin, length)
         for start, stop in itertools.pairwise(bounds)
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def runs_of_rank(
+    padded: int, length: int, cp_size: int, rank: int, layout: str, row: int, origin: int
+) -> tuple[Run, ...]:
+    """Runs of what a context-parallel rank holds of one sequence, padding left out.
+
+    Args:
+        padded: positions of the sequence with its padding behind it; the layout cuts those.
+        length: positions without padding.
+        row: the rank's first row of the sequence.
+        origin: row of position 0 where the whole sequence lies.
+
+    Raises:
+        LayoutError: a length that the layout cannot cut.
+    """
+    positions = rank_positions(padded, cp_size, rank, layout)
+    return runs_of(positions[positions < length], row, origin, length)
 
 
 def by_sequence(runs: Sequence[Run]) -> list[list[Run]]:
