@@ -47,9 +47,9 @@ def by_kernel(
     """All five results from the kernels."""
     q, k, v, grad = x
     out, lse = kernel.attention_forward(q, k, v, queries, mask=mask, entries=entries)
-    delta = kernel.attention_delta(grad, out)
-    dq = kernel.attention_dq(q, k, v, grad, lse, delta, queries, mask=mask, entries=entries)
-    dk, dv = kernel.attention_dkv(q, k, v, grad, lse, delta, keys, mask=mask, entries=entries)
+    rows = kernel.attention_statistics(grad, out, lse)
+    dq = kernel.attention_dq(q, k, v, grad, *rows, queries, mask=mask, entries=entries)
+    dk, dv = kernel.attention_dkv(q, k, v, grad, *rows, keys, mask=mask, entries=entries)
     return dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
 
 
@@ -116,12 +116,10 @@ def within() -> dict[str, list[int]]:
         runs = runs_of(rows, 0, 0, s)
         q, k, v, grad = x
         out, lse = kernel.attention_forward(q[rows], k, v, runs, mask=mask, entries=SMALL)
-        delta = kernel.attention_delta(grad[rows], out)
-        dq = kernel.attention_dq(q[rows], k, v, grad[rows], lse, delta, runs, mask=mask, entries=SMALL)
-        delta = kernel.attention_delta(grad, whole["out"])
-        dk, dv = kernel.attention_dkv(
-            q, k[rows], v[rows], grad, whole["lse"], delta, runs, mask=mask, entries=SMALL
-        )
+        statistics = kernel.attention_statistics(grad[rows], out, lse)
+        dq = kernel.attention_dq(q[rows], k, v, grad[rows], *statistics, runs, mask=mask, entries=SMALL)
+        statistics = kernel.attention_statistics(grad, whole["out"], whole["lse"])
+        dk, dv = kernel.attention_dkv(q, k[rows], v[rows], grad, *statistics, runs, mask=mask, entries=SMALL)
         got = dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True))
         compare(
             f"rows of a {layout} rank",
@@ -147,9 +145,9 @@ def within() -> dict[str, list[int]]:
         x[0][-1:], x[1], x[2], (Run(0, 1, s - 1, 0, s),), mask=mask, entries=SMALL
     )
     compare("decode", [(last[0], whole["out"][-1:]), (last[1], whole["lse"][..., -1:])])
-    compare("delta", [(kernel.attention_delta(x[3], x[0]), reference.attention_delta(x[3], x[0]))])
-    y = operands(40, 40, 1, 2, 2, 96, 96, torch.float16)
-    compare("delta, 96", [(kernel.attention_delta(y[3], y[0]), reference.attention_delta(y[3], y[0]))])
+    for name, y in (("delta", x), ("delta, 96", operands(40, 40, 1, 2, 2, 96, 96, torch.float16))):
+        delta = kernel.attention_statistics(y[3], y[0], torch.zeros(y[0].shape[1:3] + y[0].shape[:1]))[1]
+        compare(name, [(delta, reference.attention_delta(y[3], y[0]))])
     found.update(packed())
     found["pages"] = paged()
     wrong = replace(SMALL, **dict.fromkeys(("forward", "decode"), Launch(64, 64, 1, 1)))

@@ -66,7 +66,7 @@ def compiled(
         function = kernel_forward.forward_kernel
         pack = 4 if which == "decode" else 1
         values |= {"BM": entry.rows, "BN": entry.columns, "PACK": pack, "PAGED": paged}
-    pointers = dict.fromkeys(("work", "pages"), "*i32") | dict.fromkeys(("lse", "delta"), "*fp32")
+    pointers = dict.fromkeys(("work", "pages"), "*i32") | dict.fromkeys(("lse", "shift", "delta"), "*fp32")
     pointers |= dict.fromkeys(("q", "k", "v", "out", "grad_out", "dq", "dk", "dv"), f"*{dtype}")
     floats = dict.fromkeys(("scale", "softmax_scale"), "fp32")
     signature = {

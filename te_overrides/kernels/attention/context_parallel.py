@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from te_overrides.kernels.attention.ops import (
-    attention_delta,
     attention_dkv,
     attention_dq,
     attention_forward,
+    attention_statistics,
 )
 from te_overrides.kernels.attention.reference import AttentionError, Mask, check_operands
 from te_overrides.kernels.attention.runs import Run, runs_of_rank
@@ -195,34 +195,36 @@ class _OwnedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, softmax_lse = ctx.saved_tensors
-        delta = attention_delta(grad_out, out)
+        statistics = attention_statistics(grad_out, out, softmax_lse)
         # Every rank takes the same branches: what needs a gradient is a property of the model, not of the rank.
         dq = dk = dv = None
         if ctx.needs_input_grad[0]:
-            dq = _dq(ctx, query, key, value, grad_out, softmax_lse, delta)
+            dq = _dq(ctx, query, key, value, grad_out, *statistics)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dk, dv = _dkv(ctx, query, key, value, grad_out, softmax_lse, delta)
+            dk, dv = _dkv(ctx, query, key, value, grad_out, *statistics)
         return dq, dk, dv, None, None, None, None, None
 
 
 def _dq(
-    ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, softmax_lse: Tensor, delta: Tensor
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, shift: Tensor, delta: Tensor
 ) -> Tensor:
     keys, values = (_canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout) for x in (key, value))
     runs = _runs(ctx.sequences)
-    return attention_dq(query, keys, values, grad_out, softmax_lse, delta, runs, **ctx.options)
+    return attention_dq(query, keys, values, grad_out, shift, delta, runs, **ctx.options)
 
 
 def _dkv(
-    ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, softmax_lse: Tensor, delta: Tensor
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, shift: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     queries, grads = (
         _canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout) for x in (query, grad_out)
     )
-    all_lse, all_delta = (
-        _canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout, 2) for x in (softmax_lse, delta)
+    all_shifts, all_deltas = (
+        _canonical(ctx.sequences, all_gather(x, ctx.cp_group), ctx.layout, 2) for x in (shift, delta)
     )
-    return attention_dkv(queries, key, value, grads, all_lse, all_delta, _runs(ctx.sequences), **ctx.options)
+    return attention_dkv(
+        queries, key, value, grads, all_shifts, all_deltas, _runs(ctx.sequences), **ctx.options
+    )
 
 
 def _check_own_rows(query: Tensor, key: Tensor, value: Tensor) -> None:

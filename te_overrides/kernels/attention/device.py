@@ -13,7 +13,6 @@ from te_overrides.kernels.portable_math.kernel import log_f64
 
 _INF = tl.constexpr(float("inf"))
 _LN2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -41,15 +40,9 @@ def finish_rows(row_max, row_sum):
     """1 / sum (0 for a row without keys) and LSE (-inf for one), float32, evaluated in float64."""
     empty = row_sum == 0.0
     total = row_sum.to(tl.float64)
-    inverse = (tl.full(total.shape, 1.0, tl.float64) / total).to(tl.float32)
+    inverse = (1.0 / total).to(tl.float32)
     lse = (row_max.to(tl.float64) * _LN2 + log_f64(total)).to(tl.float32)
     return tl.where(empty, 0.0, inverse), tl.where(empty, -_INF, lse)
-
-
-@triton.jit
-def shift_of_lse(lse):
-    """What backward subtracts from scaled scores: the LSE in units of log 2; +inf for a row without keys, so p = 0."""
-    return tl.where(lse == -_INF, _INF, lse * LOG2_E)
 
 
 @triton.jit

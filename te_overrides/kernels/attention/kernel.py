@@ -19,11 +19,11 @@ from te_overrides.kernels.gemm.kernel import architecture
 from te_overrides.kernels.launching import Launcher
 
 _forward = Launcher(kernel_forward.forward_kernel)
-_delta = Launcher(kernel_backward.delta_kernel)
+_statistics = Launcher(kernel_backward.statistics_kernel)
 _dq = Launcher(kernel_backward.dq_kernel)
 _dkv = Launcher(kernel_backward.dkv_kernel)
 
-DELTA_ROWS, DELTA_THREADS = 32, 128
+STATISTICS_ROWS, STATISTICS_THREADS = 32, 128
 # Up to so many rows of a tile the heads of a group share it: decode, and chunks of a few tokens.
 DECODE_ROWS = 64
 
@@ -95,22 +95,28 @@ def attention_forward(
     return out, lse
 
 
-def attention_delta(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`reference.attention_delta`, its bits."""
-    grad_out, out = _unit_columns(grad_out), _unit_columns(out)
+def attention_statistics(
+    grad_out: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the backward kernels read of a query row: shift and delta (`kernel_backward.statistics_kernel`).
+
+    Returns:
+        [b, h, s] float32 each; delta has the bits of `reference.attention_delta`.
+    """
+    grad_out, out, softmax_lse = _unit_columns(grad_out), _unit_columns(out), softmax_lse.contiguous()
     rows, batch, heads, d_v = out.shape
-    delta = out.new_empty(batch, heads, rows, dtype=torch.float32)
+    shift, delta = torch.empty_like(softmax_lse), torch.empty_like(softmax_lse)
     if not delta.numel():
-        return delta
+        return shift, delta
     hip = torch.version.hip is not None
-    _delta(
-        (triton.cdiv(rows, DELTA_ROWS), heads, batch),
-        (grad_out, out, delta),
+    _statistics(
+        (triton.cdiv(rows, STATISTICS_ROWS), heads, batch),
+        (grad_out, out, softmax_lse, shift, delta),
         (*grad_out.stride()[:3], *out.stride()[:3], rows, heads),
-        {"ROWS": DELTA_ROWS, "DV": d_v, "DV_PAD": padded(d_v)},
-        {"num_warps": DELTA_THREADS // (64 if hip else 32), "num_stages": 1, "enable_fp_fusion": False},
+        {"ROWS": STATISTICS_ROWS, "DV": d_v, "DV_PAD": padded(d_v)},
+        {"num_warps": STATISTICS_THREADS // (64 if hip else 32), "num_stages": 1, "enable_fp_fusion": False},
     )
-    return delta
+    return shift, delta
 
 
 def attention_dq(
@@ -118,7 +124,7 @@ def attention_dq(
     key: torch.Tensor,
     value: torch.Tensor,
     grad_out: torch.Tensor,
-    softmax_lse: torch.Tensor,
+    shift: torch.Tensor,
     delta: torch.Tensor,
     runs: tuple[Run, ...],
     *,
@@ -129,7 +135,7 @@ def attention_dq(
     """`reference.attention_dq` over runs of query rows; rows that no run maps are 0. Raises as `attention_forward`."""
     problem = require_covered(query, key, value, softmax_scale, grad_out)
     query, key, value, grad_out = (_unit_columns(x) for x in (query, key, value, grad_out))
-    softmax_lse, delta = softmax_lse.contiguous(), delta.contiguous()
+    shift, delta = shift.contiguous(), delta.contiguous()
     (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
     dq = (query.new_empty if covered(runs) == s_q else query.new_zeros)(query.shape)
     entry = (entries or entries_for(architecture(query.device), d)).dq
@@ -139,7 +145,7 @@ def attention_dq(
         return dq
     _dq(
         (work.shape[0], heads, batch),
-        (query, key, value, grad_out, softmax_lse, delta, dq, work),
+        (query, key, value, grad_out, shift, delta, dq, work),
         (
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3], *dq.stride()[:3],
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
@@ -158,7 +164,7 @@ def attention_dkv(
     key: torch.Tensor,
     value: torch.Tensor,
     grad_out: torch.Tensor,
-    softmax_lse: torch.Tensor,
+    shift: torch.Tensor,
     delta: torch.Tensor,
     runs: tuple[Run, ...],
     *,
@@ -172,7 +178,7 @@ def attention_dkv(
     """
     problem = require_covered(query, key, value, softmax_scale, grad_out)
     query, key, value, grad_out = (_unit_columns(x) for x in (query, key, value, grad_out))
-    softmax_lse, delta = softmax_lse.contiguous(), delta.contiguous()
+    shift, delta = shift.contiguous(), delta.contiguous()
     (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
     new = key.new_empty if covered(runs) == s_k else key.new_zeros
     dk, dv = new(key.shape), new(value.shape)
@@ -183,7 +189,7 @@ def attention_dkv(
         return dk, dv
     _dkv(
         (work.shape[0], groups, batch),
-        (query, key, value, grad_out, softmax_lse, delta, dk, dv, work),
+        (query, key, value, grad_out, shift, delta, dk, dv, work),
         (
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3],
             *dk.stride()[:3], *dv.stride()[:3],

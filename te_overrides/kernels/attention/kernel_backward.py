@@ -1,4 +1,4 @@
-"""Attention backward by ownership in portable Triton (AMD and NVIDIA): delta, dQ, and dK with dV.
+"""Attention backward by ownership in portable Triton (AMD and NVIDIA): statistics of rows, dQ, and dK with dV.
 
 `dq_kernel` computes a tile of query rows over keys ascending; `dkv_kernel` a tile of key rows over the heads of their
 group ascending and, inside a head, over queries ascending in tiles of BQ from position 0. Each recomputes the scores it
@@ -11,20 +11,26 @@ instruction takes), warps, stages. Nothing is reduced over a row here, so warps 
 import triton
 import triton.language as tl
 
-from te_overrides.kernels.attention.device import key_range, load_rows, positive_zero, sees, shift_of_lse
+from te_overrides.kernels.attention.device import key_range, load_rows, positive_zero, sees
 
 _INF = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def delta_kernel(
+def statistics_kernel(
     grad_out,  # [s, b, h, DV]
     out,  # [s, b, h, DV]
+    lse,  # [b, h, s]
+    shift,  # [b, h, s]
     delta,  # [b, h, s]
     g_s, g_b, g_h, o_s, o_b, o_h, rows, heads,
     ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = balanced tree over d of round32(dO * out): the reference's bits."""
+    """delta = balanced tree over d of round32(dO * out), the reference's bits; shift = what scores are lowered by.
+
+    The shift is the LSE in units of log 2, +inf for a row without keys, so that its p is 0.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.arange(0, DV_PAD)
@@ -43,7 +49,10 @@ def delta_kernel(
         width: tl.constexpr = width // 2
         left, right = tl.split(tl.reshape(terms, [ROWS, width, 2]))
         terms = left + right
-    tl.store(delta + (batch * heads + head) * rows + row, tl.reshape(terms, [ROWS]), row < rows)
+    at = (batch * heads + head) * rows + row
+    tl.store(delta + at, tl.reshape(terms, [ROWS]), row < rows)
+    row_lse = tl.load(lse + at, row < rows, 0.0)
+    tl.store(shift + at, tl.where(row_lse == -_INF, _INF, row_lse * LOG2_E), row < rows)
 
 
 @triton.jit
@@ -52,7 +61,7 @@ def dq_kernel(
     k,  # [s_k, b, h_kv, D]
     v,  # [s_k, b, h_kv, DV]
     grad_out,  # [s_q, b, h, DV]
-    lse,  # [b, h, s_q]
+    shift,  # [b, h, s_q]
     delta,  # [b, h, s_q]
     dq,  # [s_q, b, h, D]
     work,  # int32 [programs, 5], as in the forward pass
@@ -81,7 +90,7 @@ def dq_kernel(
         (at_row * g_s)[:, None] + dv[None, :], row_ok, dv < DV, DV != DV_PAD,
     )  # fmt: skip
     at_stat = (batch * heads + head) * s_q + at_row
-    shift = shift_of_lse(tl.load(lse + at_stat, row_ok, -_INF))
+    row_shift = tl.load(shift + at_stat, row_ok, _INF)
     row_delta = tl.load(delta + at_stat, row_ok, 0.0)
     key_head = head // GROUP
     k += batch * k_b + key_head * k_h + key_row.to(tl.int64) * k_s
@@ -96,7 +105,7 @@ def dq_kernel(
         at = tl.cast(start, tl.int64)
         key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD)
         value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD)
-        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -shift[:, None]))  # [BM, BN]
+        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -row_shift[:, None]))  # [BM, BN]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
                 visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
@@ -119,7 +128,7 @@ def dkv_kernel(
     k,  # [s_k, b, h_kv, D]
     v,  # [s_k, b, h_kv, DV]
     grad_out,  # [s_q, b, h, DV]
-    lse,  # [b, h, s_q]
+    shift,  # [b, h, s_q]
     delta,  # [b, h, s_q]
     dk,  # [s_k, b, h_kv, D]
     dv,  # [s_k, b, h_kv, DV]
@@ -168,7 +177,7 @@ def dkv_kernel(
         queries = start + m
         present = queries < length
         at = tl.cast(query_row + start, tl.int64)
-        # Absent queries load as zeros with an LSE of -inf: their p and ds are 0 without a mask.
+        # Absent queries load as zeros with a shift of +inf: their p and ds are 0 without a mask.
         query = load_rows(
             q + batch * q_b + head * q_h + at * q_s,
             m[:, None] * q_s + d[None, :], present, d < D, D != D_PAD,
@@ -178,10 +187,10 @@ def dkv_kernel(
             m[:, None] * g_s + e[None, :], present, e < DV, DV != DV_PAD,
         )  # fmt: skip
         stat = (batch * heads + head) * s_q + at
-        shift = shift_of_lse(tl.load(lse + stat + m, present, -_INF))
+        column_shift = tl.load(shift + stat + m, present, _INF)
         column_delta = tl.load(delta + stat + m, present, 0.0)
         # Keys are the rows here: what both products contract over, queries, then lies in registers as their left side.
-        p = tl.math.exp2(tl.fma(tl.dot(key, query.T), scale, -shift[None, :]))  # [BK, BQ]
+        p = tl.math.exp2(tl.fma(tl.dot(key, query.T), scale, -column_shift[None, :]))  # [BK, BQ]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
                 p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)

@@ -60,10 +60,16 @@ def attention_forward(
 
 
 @eager_only
-def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """`reference.attention_delta`, with its bits on every device."""
+def attention_statistics(grad_out: Tensor, out: Tensor, softmax_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The two numbers of each query row that backward passes read, [b, h, s] float32 each.
+
+    The second is `reference.attention_delta`, with its bits on every device. The first is the LSE; for the kernels in
+    units of log 2, and +inf instead of -inf. Both travel between ranks as they are.
+    """
     kernel = kernel_for(out)
-    return (kernel or reference).attention_delta(grad_out, out)
+    if kernel is not None:
+        return kernel.attention_statistics(grad_out, out, softmax_lse)
+    return softmax_lse, reference.attention_delta(grad_out, out)
 
 
 @eager_only
@@ -72,22 +78,22 @@ def attention_dq(
     key: Tensor,
     value: Tensor,
     grad_out: Tensor,
-    softmax_lse: Tensor,
+    shift: Tensor,
     delta: Tensor,
     runs: tuple[Run, ...],
     *,
     mask: Mask,
     softmax_scale: float | None = None,
 ) -> Tensor:
-    """Whole rows of dQ; arguments, zeros and errors as for `attention_forward`."""
+    """Whole rows of dQ; `shift` and `delta` are `attention_statistics`, the rest is as for `attention_forward`."""
     kernel = kernel_for(query)
     options = {"mask": mask, "softmax_scale": softmax_scale}
     if kernel is not None:
-        return kernel.attention_dq(query, key, value, grad_out, softmax_lse, delta, runs, **options)
+        return kernel.attention_dq(query, key, value, grad_out, shift, delta, runs, **options)
     dq = torch.zeros_like(query)
     for rows, others, positions in _sequences(runs):
         dq[rows] = reference.attention_dq(
-            query[rows], key[others], value[others], grad_out[rows], softmax_lse[..., rows], delta[..., rows],
+            query[rows], key[others], value[others], grad_out[rows], shift[..., rows], delta[..., rows],
             positions, **options,
         )  # fmt: skip
     return dq
@@ -99,7 +105,7 @@ def attention_dkv(
     key: Tensor,
     value: Tensor,
     grad_out: Tensor,
-    softmax_lse: Tensor,
+    shift: Tensor,
     delta: Tensor,
     runs: tuple[Run, ...],
     *,
@@ -110,11 +116,11 @@ def attention_dkv(
     kernel = kernel_for(key)
     options = {"mask": mask, "softmax_scale": softmax_scale}
     if kernel is not None:
-        return kernel.attention_dkv(query, key, value, grad_out, softmax_lse, delta, runs, **options)
+        return kernel.attention_dkv(query, key, value, grad_out, shift, delta, runs, **options)
     dk, dv = torch.zeros_like(key), torch.zeros_like(value)
     for rows, others, positions in _sequences(runs):
         dk[rows], dv[rows] = reference.attention_dkv(
-            query[others], key[rows], value[rows], grad_out[others], softmax_lse[..., others], delta[..., others],
+            query[others], key[rows], value[rows], grad_out[others], shift[..., others], delta[..., others],
             positions, **options,
         )  # fmt: skip
     return dk, dv
