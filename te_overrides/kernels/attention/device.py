@@ -9,7 +9,7 @@ contraction is left to the compiler (`enable_fp_fusion=False`).
 import triton
 import triton.language as tl
 
-from te_overrides.kernels.portable_math.kernel import log_f64
+from te_overrides.kernels.portable_math.kernel import log_of_normal_f64
 
 _INF = tl.constexpr(float("inf"))
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -41,8 +41,14 @@ def finish_rows(row_max, row_sum):
     empty = row_sum == 0.0
     total = row_sum.to(tl.float64)
     inverse = (1.0 / total).to(tl.float32)
-    lse = (row_max.to(tl.float64) * _LN2 + log_f64(total)).to(tl.float32)
+    lse = (row_max.to(tl.float64) * _LN2 + log_of_normal_f64(total)).to(tl.float32)
     return tl.where(empty, 0.0, inverse), tl.where(empty, -_INF, lse)
+
+
+@triton.jit
+def probabilities(s, scale, shift):
+    """What backward passes recompute: exp2 of a score lowered by its row's shift, the difference rounded once."""
+    return tl.math.exp2(tl.fma(s, scale, -shift))
 
 
 @triton.jit

@@ -5,6 +5,8 @@ Shapes are the reference's: rows first, `[s, b, h, d]`, statistics `[b, h, s]`. 
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ def attention_forward(
     """`reference.attention_forward` over runs of query rows. Rows that no run maps are 0, their LSE -inf.
 
     Args:
-        entries: launches to use instead of the table's; for checks of one class.
+        entries: portable launches to use instead of the table's and of the Hopper kernels; for checks of one class.
 
     Raises:
         KernelCoverageError: what the kernels do not cover.
@@ -72,9 +74,14 @@ def attention_forward(
     lse = query.new_empty(batch, heads, s_q, dtype=torch.float32)
     if not whole:
         lse.fill_(-torch.inf)
-    entries = entries or entries_for(architecture(query.device), d)
     per_group = heads // groups
-    entry, pack = _launch_of(entries, max((run.count for run in runs), default=0), per_group)
+    arch = architecture(query.device) if entries is None else ""
+    rows = max((run.count for run in runs), default=0)
+    if rows * per_group > DECODE_ROWS and (fast := _hopper(arch, query, key, value)):
+        fast.forward(query, key, value, out, lse, runs, reach(mask), problem)
+        return out, lse
+    entries = entries or entries_for(arch, d)
+    entry, pack = _launch_of(entries, rows, per_group)
     left, right = reach(mask)
     work = work_table(runs, entry.rows // pack, left, right, query.device)
     if work is None or not batch:
@@ -113,7 +120,7 @@ def attention_statistics(
         (triton.cdiv(rows, STATISTICS_ROWS), heads, batch),
         (grad_out, out, softmax_lse, shift, delta),
         (*grad_out.stride()[:3], *out.stride()[:3], rows, heads),
-        {"ROWS": STATISTICS_ROWS, "DV": d_v, "DV_PAD": padded(d_v)},
+        {"ROWS": STATISTICS_ROWS, "LEVELS": padded(d_v).bit_length() - 1, "DV": d_v, "DV_PAD": padded(d_v)},
         {"num_warps": STATISTICS_THREADS // (64 if hip else 32), "num_stages": 1, "enable_fp_fusion": False},
     )
     return shift, delta
@@ -138,7 +145,11 @@ def attention_dq(
     shift, delta = shift.contiguous(), delta.contiguous()
     (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
     dq = (query.new_empty if covered(runs) == s_q else query.new_zeros)(query.shape)
-    entry = (entries or entries_for(architecture(query.device), d)).dq
+    arch = architecture(query.device) if entries is None else ""
+    if fast := _hopper(arch, query, key, value, grad_out):
+        fast.dq(query, key, value, grad_out, shift, delta, dq, runs, reach(mask), problem)
+        return dq
+    entry = (entries or entries_for(arch, d)).dq
     left, right = reach(mask)
     work = work_table(runs, entry.rows, left, right, query.device)
     if work is None or not batch:
@@ -182,7 +193,11 @@ def attention_dkv(
     (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
     new = key.new_empty if covered(runs) == s_k else key.new_zeros
     dk, dv = new(key.shape), new(value.shape)
-    entry = (entries or entries_for(architecture(query.device), d)).dkv
+    arch = architecture(query.device) if entries is None else ""
+    if fast := _hopper(arch, query, key, value, grad_out):
+        fast.dkv(query, key, value, grad_out, shift, delta, dk, dv, runs, reach(mask), problem)
+        return dk, dv
+    entry = (entries or entries_for(arch, d)).dkv
     left, right = reach(mask)
     work = work_table(runs, entry.rows, right, left, query.device)
     if work is None or not batch:
@@ -202,6 +217,20 @@ def attention_dkv(
         options(entry, problem.hip),
     )  # fmt: skip
     return dk, dv
+
+
+def _hopper(arch: str, *operands: torch.Tensor) -> ModuleType | None:
+    """The Hopper kernels where they cover the operands: other kernels, the same bits."""
+    if arch != "sm_90" or not _has_gluon():
+        return None
+    from te_overrides.kernels.attention import hopper
+
+    return hopper if hopper.covers(arch, *operands) else None
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 def _columns(d: int, d_v: int) -> dict[str, int]:

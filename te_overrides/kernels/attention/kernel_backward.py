@@ -11,13 +11,19 @@ instruction takes), warps, stages. Nothing is reduced over a row here, so warps 
 import triton
 import triton.language as tl
 
-from te_overrides.kernels.attention.device import key_range, load_rows, positive_zero, sees
+from te_overrides.kernels.attention.device import (
+    key_range,
+    load_rows,
+    positive_zero,
+    probabilities,
+    sees,
+)
 
 _INF = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads"])
 def statistics_kernel(
     grad_out,  # [s, b, h, DV]
     out,  # [s, b, h, DV]
@@ -25,7 +31,7 @@ def statistics_kernel(
     shift,  # [b, h, s]
     delta,  # [b, h, s]
     g_s, g_b, g_h, o_s, o_b, o_h, rows, heads,
-    ROWS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = balanced tree over d of round32(dO * out), the reference's bits; shift = what scores are lowered by.
 
@@ -44,10 +50,8 @@ def statistics_kernel(
     )
     # -0.0 is what addition leaves every value as it is with: columns that only pad do not change the tree.
     terms = tl.where(inside, x.to(tl.float32) * y.to(tl.float32), -0.0)
-    width: tl.constexpr = DV_PAD
-    while width > 1:
-        width: tl.constexpr = width // 2
-        left, right = tl.split(tl.reshape(terms, [ROWS, width, 2]))
+    for level in tl.static_range(LEVELS):
+        left, right = tl.split(tl.reshape(terms, [ROWS, DV_PAD >> (level + 1), 2]))
         terms = left + right
     at = (batch * heads + head) * rows + row
     tl.store(delta + at, tl.reshape(terms, [ROWS]), row < rows)
@@ -55,7 +59,7 @@ def statistics_kernel(
     tl.store(shift + at, tl.where(row_lse == -_INF, _INF, row_lse * LOG2_E), row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_q", "heads", "left", "right"])
 def dq_kernel(
     q,  # [s_q, b, h, D]
     k,  # [s_k, b, h_kv, D]
@@ -105,7 +109,7 @@ def dq_kernel(
         at = tl.cast(start, tl.int64)
         key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD)
         value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD)
-        p = tl.math.exp2(tl.fma(tl.dot(query, key.T), scale, -row_shift[:, None]))  # [BM, BN]
+        p = probabilities(tl.dot(query, key.T), scale, row_shift[:, None])  # [BM, BN]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
                 visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
@@ -122,7 +126,7 @@ def dq_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_q", "heads", "left", "right"])
 def dkv_kernel(
     q,  # [s_q, b, h, D]: all queries, those of a sequence in the order of positions
     k,  # [s_k, b, h_kv, D]
@@ -190,7 +194,7 @@ def dkv_kernel(
         column_shift = tl.load(shift + stat + m, present, _INF)
         column_delta = tl.load(delta + stat + m, present, 0.0)
         # Keys are the rows here: what both products contract over, queries, then lies in registers as their left side.
-        p = tl.math.exp2(tl.fma(tl.dot(key, query.T), scale, -column_shift[None, :]))  # [BK, BQ]
+        p = probabilities(tl.dot(key, query.T), scale, column_shift[None, :])  # [BK, BQ]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
                 p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)

@@ -23,7 +23,7 @@ from te_overrides.kernels.attention.device import (
 _INF = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["s_q", "heads", "pages_s", "page_size", "left", "right"])
 def forward_kernel(
     q,  # [s_q, b, h, D]
     k,  # [s_k, b, h_kv, D]; PAGED: [pages * page_size, h_kv, D]

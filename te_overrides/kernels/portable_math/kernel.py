@@ -138,6 +138,15 @@ def log_f64(x):
 
 
 @triton.jit
+def log_of_normal_f64(x):
+    """ln x for a positive normal number below infinity, or NaN: `log_f64` without its other cases."""
+    k_bits, f = _split(x)
+    value = _log_of_split(_to_float(k_bits), f)
+    # NaN has no exponent to split; it must not come out as a number.
+    return tl.where(x == x, value, x)
+
+
+@triton.jit
 def log1p_f64(x):
     sum_ = x + 1.0
     k_bits, f = _split(sum_)
