@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_overrides.kernels.attention.device import key_range, positive_zero, probabilities, sees
-from te_overrides.kernels.attention.hopper_common import item, work_line, zero_tail
+from te_overrides.kernels.attention.hopper_common import async_load, async_store, item, work_line, zero_tail
 
 
 @gluon.jit
@@ -36,11 +36,11 @@ def _load(
             v_column = batch * v_b + group * v_h
             mbarrier.wait(k_empty, (i & 1) ^ 1)
             mbarrier.expect(k_full, 2 * 64 * COUNT * D * 2)
-            tma.async_copy_global_to_shared(k_d, [first_row, k_column], k_full, k_0)
-            tma.async_copy_global_to_shared(v_d, [first_row, v_column], k_full, v_0)
+            async_load(k_d, [first_row, k_column], k_full, k_0)
+            async_load(v_d, [first_row, v_column], k_full, v_0)
             if COUNT == 2:
-                tma.async_copy_global_to_shared(k_d, [first_row + 64, k_column], k_full, k_1)
-                tma.async_copy_global_to_shared(v_d, [first_row + 64, v_column], k_full, v_1)
+                async_load(k_d, [first_row + 64, k_column], k_full, k_1)
+                async_load(v_d, [first_row + 64, v_column], k_full, v_1)
             low, _full_low, _full_high, end = key_range(
                 position, position + rows - 1, length, right, left, BQ
             )
@@ -54,14 +54,10 @@ def _load(
                     ready = full.index(slot)
                     mbarrier.wait(empty.index(slot), ((step // ST) & 1) ^ 1)
                     mbarrier.expect(ready, 2 * BQ * D * 2 + 2 * BQ * 4)
-                    tma.async_copy_global_to_shared(
-                        q_d, [query_row + start, q_column], ready, q_ring.index(slot)
-                    )
-                    tma.async_copy_global_to_shared(shift_d, [at_stat + start], ready, shift_ring.index(slot))
-                    tma.async_copy_global_to_shared(
-                        g_d, [query_row + start, g_column], ready, g_ring.index(slot)
-                    )
-                    tma.async_copy_global_to_shared(delta_d, [at_stat + start], ready, delta_ring.index(slot))
+                    async_load(q_d, [query_row + start, q_column], ready, q_ring.index(slot))
+                    async_load(shift_d, [at_stat + start], ready, shift_ring.index(slot))
+                    async_load(g_d, [query_row + start, g_column], ready, g_ring.index(slot))
+                    async_load(delta_d, [at_stat + start], ready, delta_ring.index(slot))
                     step += 1
 
 
@@ -130,8 +126,8 @@ def _compute(
                 v_tile.store(result_v)
                 fence_async_shared()
                 row = first_row + OFFSET * 64
-                tma.async_copy_shared_to_global(dk_d, [row, index % lanes * D], k_tile)
-                tma.async_copy_shared_to_global(dv_d, [row, index % lanes * D], v_tile)
+                async_store(dk_d, [row, index % lanes * D], k_tile)
+                async_store(dv_d, [row, index % lanes * D], v_tile)
                 tma.store_wait(0)
             else:
                 r = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_overrides.kernels.attention.device import key_range, positive_zero, probabilities, sees
-from te_overrides.kernels.attention.hopper_common import item, work_line, zero_tail
+from te_overrides.kernels.attention.hopper_common import async_load, async_store, item, work_line, zero_tail
 
 
 @gluon.jit
@@ -35,10 +35,10 @@ def _load(
             g_column = batch * g_b + head * g_h
             mbarrier.wait(q_empty, (i & 1) ^ 1)
             mbarrier.expect(q_full, 4 * 64 * D * 2)
-            tma.async_copy_global_to_shared(q_d, [first_row, q_column], q_full, q_0)
-            tma.async_copy_global_to_shared(q_d, [first_row + 64, q_column], q_full, q_1)
-            tma.async_copy_global_to_shared(g_d, [first_row, g_column], q_full, g_0)
-            tma.async_copy_global_to_shared(g_d, [first_row + 64, g_column], q_full, g_1)
+            async_load(q_d, [first_row, q_column], q_full, q_0)
+            async_load(q_d, [first_row + 64, q_column], q_full, q_1)
+            async_load(g_d, [first_row, g_column], q_full, g_0)
+            async_load(g_d, [first_row + 64, g_column], q_full, g_1)
             low, _full_low, _full_high, end = key_range(
                 position, position + rows - 1, length, left, right, BN
             )
@@ -48,12 +48,8 @@ def _load(
                 slot = step % ST
                 mbarrier.wait(empty.index(slot), ((step // ST) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), 2 * BN * D * 2)
-                tma.async_copy_global_to_shared(
-                    k_d, [key_row + start, k_column], full.index(slot), k_ring.index(slot)
-                )
-                tma.async_copy_global_to_shared(
-                    v_d, [key_row + start, v_column], full.index(slot), v_ring.index(slot)
-                )
+                async_load(k_d, [key_row + start, k_column], full.index(slot), k_ring.index(slot))
+                async_load(v_d, [key_row + start, v_column], full.index(slot), v_ring.index(slot))
                 step += 1
 
 
@@ -111,7 +107,7 @@ def _compute(
             if rows >= OFFSET * 64 + 64:
                 q_tile.store(result)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(dq_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
+                async_store(dq_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
                 tma.store_wait(0)
             else:
                 r = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))

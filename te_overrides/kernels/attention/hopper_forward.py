@@ -24,7 +24,7 @@ from te_overrides.kernels.attention.device import (
     sees,
     softmax_step,
 )
-from te_overrides.kernels.attention.hopper_common import item, work_line, zero_tail
+from te_overrides.kernels.attention.hopper_common import async_load, async_store, item, work_line, zero_tail
 
 
 @gluon.jit
@@ -43,8 +43,8 @@ def _load(
             column = batch * q_b + head * q_h
             mbarrier.wait(q_empty, (i & 1) ^ 1)
             mbarrier.expect(q_full, 2 * 64 * D * 2)
-            tma.async_copy_global_to_shared(q_d, [first_row, column], q_full, q_0)
-            tma.async_copy_global_to_shared(q_d, [first_row + 64, column], q_full, q_1)
+            async_load(q_d, [first_row, column], q_full, q_0)
+            async_load(q_d, [first_row + 64, column], q_full, q_1)
             low, _full_low, _full_high, end = key_range(
                 position, position + rows - 1, length, left, right, BN
             )
@@ -55,14 +55,10 @@ def _load(
                 phase = ((step // ST) & 1) ^ 1
                 mbarrier.wait(k_empty.index(slot), phase)
                 mbarrier.expect(k_full.index(slot), BN * D * 2)
-                tma.async_copy_global_to_shared(
-                    k_d, [key_row + start, k_column], k_full.index(slot), k_ring.index(slot)
-                )
+                async_load(k_d, [key_row + start, k_column], k_full.index(slot), k_ring.index(slot))
                 mbarrier.wait(v_empty.index(slot), phase)
                 mbarrier.expect(v_full.index(slot), BN * D * 2)
-                tma.async_copy_global_to_shared(
-                    v_d, [key_row + start, v_column], v_full.index(slot), v_ring.index(slot)
-                )
+                async_load(v_d, [key_row + start, v_column], v_full.index(slot), v_ring.index(slot))
                 step += 1
 
 
@@ -158,7 +154,7 @@ def _compute(
                 # The query buffer is free now: it stages the output.
                 q_tile.store(result)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(o_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
+                async_store(o_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
                 tma.store_wait(0)
             else:
                 r = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
