@@ -67,32 +67,31 @@ def shard(x: torch.Tensor, size: int, rank: int, dim: int = 2) -> torch.Tensor:
     return x.chunk(size, dim)[rank].contiguous()
 
 
-def layouts(d: int, dtype: torch.dtype) -> Iterator[Row]:
-    """CP and TP degrees in both layouts; a length whose chunks end inside tiles, and one whose chunks are tiles."""
-    for s, mask in itertools.product((1040, 2048), (CAUSAL, Mask(300, 0))):
-        x = operands(s, 2, 16, 8, d, dtype)
-        base = everything(x, whole(s), whole(s), mask)
-        shift, delta = ops.attention_statistics(x[3], base["out"], base["lse"])
-        for cp, tp, layout in itertools.product(DEGREES, DEGREES, ("zigzag", "contiguous")):
-            counts: dict[str, list[int]] = {name: [0, 0] for name in NAMES}
-            for rank, tp_rank in itertools.product(range(cp), range(tp)):
-                q, k, v, grad = (shard(t, tp, tp_rank) for t in x)
-                rows = rank_positions(s, cp, rank, layout).cuda()
-                runs = runs_of_rank(s, s, cp, rank, layout, 0, 0)
-                out, lse = ops.attention_forward(q[rows], k, v, runs, mask=mask)
-                own = ops.attention_statistics(grad[rows], out, lse)
-                dq = ops.attention_dq(q[rows], k, v, grad[rows], *own, runs, mask=mask)
-                gathered = (shard(shift, tp, tp_rank, 1), shard(delta, tp, tp_rank, 1))
-                dk, dv = ops.attention_dkv(q, k[rows], v[rows], grad, *gathered, runs, mask=mask)
-                for name, part in zip(NAMES, (out, lse, dq, dk, dv), strict=True):
-                    dim = 1 if name == "lse" else 2
-                    want = shard(base[name], tp, tp_rank, dim)
-                    want = want[..., rows] if name == "lse" else want[rows]
-                    mismatched, elements, _ = count_mismatches(part, want)
-                    counts[name][0] += mismatched
-                    counts[name][1] += elements
-            for name, (mismatched, elements) in counts.items():
-                yield f"S={s} window {mask.left} CP={cp} TP={tp} {layout}: {name}", mismatched, elements
+def layouts(d: int, dtype: torch.dtype, s: int, mask: Mask) -> Iterator[Row]:
+    """CP and TP degrees in both layouts."""
+    x = operands(s, 2, 16, 8, d, dtype)
+    base = everything(x, whole(s), whole(s), mask)
+    shift, delta = ops.attention_statistics(x[3], base["out"], base["lse"])
+    for cp, tp, layout in itertools.product(DEGREES, DEGREES, ("zigzag", "contiguous")):
+        counts: dict[str, list[int]] = {name: [0, 0] for name in NAMES}
+        for rank, tp_rank in itertools.product(range(cp), range(tp)):
+            q, k, v, grad = (shard(t, tp, tp_rank) for t in x)
+            rows = rank_positions(s, cp, rank, layout).cuda()
+            runs = runs_of_rank(s, s, cp, rank, layout, 0, 0)
+            out, lse = ops.attention_forward(q[rows], k, v, runs, mask=mask)
+            own = ops.attention_statistics(grad[rows], out, lse)
+            dq = ops.attention_dq(q[rows], k, v, grad[rows], *own, runs, mask=mask)
+            gathered = (shard(shift, tp, tp_rank, 1), shard(delta, tp, tp_rank, 1))
+            dk, dv = ops.attention_dkv(q, k[rows], v[rows], grad, *gathered, runs, mask=mask)
+            for name, part in zip(NAMES, (out, lse, dq, dk, dv), strict=True):
+                dim = 1 if name == "lse" else 2
+                want = shard(base[name], tp, tp_rank, dim)
+                want = want[..., rows] if name == "lse" else want[rows]
+                mismatched, elements, _ = count_mismatches(part, want)
+                counts[name][0] += mismatched
+                counts[name][1] += elements
+        for name, (mismatched, elements) in counts.items():
+            yield f"S={s} window {mask.left} CP={cp} TP={tp} {layout}: {name}", mismatched, elements
 
 
 def batch_and_repeats(d: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -129,21 +128,22 @@ def batch_and_repeats(d: int, dtype: torch.dtype) -> Iterator[Row]:
     yield from compare("through autograd", through, base)
 
 
-def tiles(d: int, dtype: torch.dtype, d_v: int | None = None) -> Iterator[Row]:
+def tiles(d: int, dtype: torch.dtype, problems: str, d_v: int | None = None) -> Iterator[Row]:
     """The portable launches and free variations of them against what the device dispatches to."""
     arch = kernel.architecture(torch.device("cuda", 0))
     entries = entries_for(arch, d)
     few = replace(entries.forward, rows=64, num_warps=4) if arch == "sm_90" else entries.forward
+    branch = arch == "sm_90" and not entries.forward.branch
     variants = {
         "portable table": entries,
         "other tiles": Entries(
-            forward=few,
+            forward=replace(few, branch=branch),
             decode=entries.decode,
-            dq=replace(entries.dq, num_stages=1, columns=32),
-            dkv=replace(entries.dkv, columns=16, rows=64),
+            dq=replace(entries.dq, num_stages=1, columns=32, branch=branch),
+            dkv=replace(entries.dkv, columns=16, rows=64, branch=branch),
         ),
     }
-    for s, mask in ((1040, CAUSAL), (777, Mask()), (1000, Mask(129, 0)), (640, Mask(70, 33))):
+    for s, mask in PROBLEMS[problems]:
         x = operands(s, 1, 8, 2, d, dtype, d_v)
         base = everything(x, whole(s), whole(s), mask)
         for name, entry in variants.items():
@@ -255,22 +255,35 @@ def mutant(d: int, dtype: torch.dtype) -> Iterator[Row]:
     yield f"another number of keys in a tile goes unnoticed ({differ} differ)", int(differ == 0), 1
 
 
+PROBLEMS = {
+    "causal": ((1040, CAUSAL), (640, CAUSAL)),
+    "full": ((777, Mask()), (512, Mask())),
+    "window": ((1000, Mask(129, 0)), (640, Mask(70, 33))),
+}
+# A length whose chunks end inside tiles, and one whose chunks are tiles.
+WINDOW = Mask(300, 0)
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES: dict[str, tuple[Callable[..., Iterator[Row]], tuple[Any, ...]]] = {
-    "layouts, d 128, bf16": (layouts, (128, BF16)),
-    "layouts, d 64, fp16": (layouts, (64, FP16)),
-    "layouts, d 96, bf16": (layouts, (96, BF16)),
+    **{
+        f"layouts, d {d}, {name}, S {s}, window {mask.left}": (layouts, (d, dtype, s, mask))
+        for (d, name, dtype), s, mask in itertools.product(
+            ((128, "bf16", BF16), (64, "fp16", FP16), (96, "bf16", BF16)), (1040, 2048), (CAUSAL, WINDOW)
+        )
+    },
+    **{
+        f"tiles, d {d}, {name}, {problems}": (tiles, (d, dtype, problems))
+        for (d, name, dtype), problems in itertools.product(
+            ((128, "bf16", BF16), (128, "fp16", FP16), (64, "bf16", BF16), (256, "bf16", BF16)), PROBLEMS
+        )
+    },
+    "tiles, d 192, values 128, causal": (tiles, (192, BF16, "causal", 128)),
+    "tiles, d 192, values 128, window": (tiles, (192, BF16, "window", 128)),
     "batch and repeats, d 128": (batch_and_repeats, (128, BF16)),
     "batch and repeats, d 256": (batch_and_repeats, (256, BF16)),
-    "tiles, d 128, bf16": (tiles, (128, BF16)),
-    "tiles, d 128, fp16": (tiles, (128, FP16)),
-    "tiles, d 64, bf16": (tiles, (64, BF16)),
-    "tiles, d 192, values 128": (tiles, (192, BF16, 128)),
-    "tiles, d 256, bf16": (tiles, (256, BF16)),
     "packed, d 128": (packed, (128, BF16)),
     "packed, d 64": (packed, (64, BF16)),
     "packed, d 192": (packed, (192, BF16)),
     "decode, d 128": (decode, (128, BF16)),
     "decode, d 256": (decode, (256, BF16)),
-    "mutant": (mutant, (128, BF16)),
+    "a mutant is caught": (mutant, (128, BF16)),
 }

@@ -1,6 +1,6 @@
 """Attention on this GPU: bits first, then error against float64, then time against cuDNN's attention.
 
-    python scripts/gpu/attention_checks.py [--json FILE] [--no-times] [--processes N] [--only TEXT]
+    python scripts/gpu/attention_checks.py [--json FILE] [--no-times] [--processes N] [--only TEXT …]
 
 Bits (attention_cases.py): CP 1/2/4/8 times TP 1/2/4/8 in both layouts, batch composition, 100 repeats beside other
 work, every launch of a class and free variations of it, Hopper's kernels against the portable ones, packed sequences
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from attention_cases import CASES, CAUSAL, NAMES, everything, operands, whole
 from te_overrides.kernels.attention import kernel
-from te_overrides.kernels.attention.launch_table import entries_for
+from te_overrides.kernels.attention.launch_table import Entries, entries_for
 from te_overrides.kernels.attention.runs import Run
 
 HEADS, GROUPS = 32, 8
@@ -62,9 +63,9 @@ def run_in_process(name: str, limit: float) -> dict[str, Any]:
     return result | {"rows": json.loads(done.stdout.splitlines()[-1])}
 
 
-def bit_checks(processes: int, only: str, limit: float) -> list[dict[str, Any]]:
+def bit_checks(processes: int, only: list[str], limit: float) -> list[dict[str, Any]]:
     """Every case, several at a time."""
-    names = [name for name in CASES if only in name]
+    names = [name for name in CASES if any(text in name for text in only)]
     with ThreadPoolExecutor(processes) as pool:
         found = list(pool.map(lambda name: run_in_process(name, limit), names))
     for case in found:
@@ -205,7 +206,17 @@ def candidates(
     }
     if portable:
         entries = entries_for(kernel.architecture(q.device), d)
+        flipped = Entries(
+            *(
+                replace(entry, branch=not entry.branch)
+                for entry in (entries.forward, entries.decode, entries.dq, entries.dkv)
+            )
+        )
         forward["portable"] = lambda: kernel.attention_forward(q, k, v, runs, mask=CAUSAL, entries=entries)
+        forward["portable, other masking"] = lambda: kernel.attention_forward(
+            q, k, v, runs, mask=CAUSAL, entries=flipped
+        )
+        backwards["portable, other masking"] = lambda: backward(flipped)
         backwards["portable"] = lambda: backward(entries)
         backwards["portable dq"] = lambda: kernel.attention_dq(
             q, k, v, grad, *rows, runs, mask=CAUSAL, entries=entries
@@ -216,14 +227,16 @@ def candidates(
     return forward, backwards
 
 
-def times() -> list[dict[str, Any]]:
+def times(head_dims: list[int]) -> list[dict[str, Any]]:
     """Milliseconds and speed against cuDNN."""
     rows = []
     cells = [(128, s) for s in (1024, 2048, 4096, 8192, 16384)] + [(64, 4096), (256, 4096)]
     made = {}
     for d, s in cells:
+        if d not in head_dims:
+            continue
         try:
-            made[d, s] = candidates(s, d, portable=s <= 4096)
+            made[d, s] = candidates(s, d, portable=s == 4096)
         except RuntimeError as error:
             print(f"d {d}, S {s}: cuDNN refuses it ({str(error)[:120]}); not timed", flush=True)
     for how in ("eager", "graph"):
@@ -274,7 +287,8 @@ def main() -> None:
     parser.add_argument(
         "--case-seconds", type=float, default=300, help="a case that hangs is ended after them"
     )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256], help="of what is timed")
     parser.add_argument("--case", choices=sorted(CASES), help="run one case here and print its rows as JSON")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -292,22 +306,24 @@ def main() -> None:
         f"cases that did not run: {broken or 'none'}",
         flush=True,
     )
-    cuda = torch.version.hip is None
-    report: dict[str, Any] = {
-        "environment": {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "hip": torch.version.hip,
-            "results": NAMES,
-        },
-        "bits": [summary(case) for case in found],
-        "errors": errors() if cuda else [],
+    environment = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "hip": torch.version.hip,
+        "results": NAMES,
     }
-    if not args.no_times and cuda:
-        report |= {"times": times(), "packed": packed_times()}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {"environment": environment, "bits": [summary(case) for case in found]}
+    stages: dict[str, Callable[[], Any]] = {}
+    if torch.version.hip is None:
+        stages["errors"] = errors
+        if not args.no_times:
+            stages |= {"times": lambda: times(args.head_dims), "packed": packed_times}
+    for name, stage in stages.items():
+        report[name] = stage()
+        # After each, so that a run that is cut short leaves what it measured.
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     raise SystemExit(bool(bad or broken))
 
 

@@ -33,8 +33,8 @@ def built(which: str, d: int, dtype: str, tail: bool, count: int = 2) -> Any:
     function = getattr(hopper, f"hopper_{which}_kernel")
     columns = launch.columns
     constants = {
-        "GROUP": 4, "TAIL": tail, "D": d, "ST": launch.stages, "REGISTERS": launch.registers, "BN": columns,
-        "BQ": columns, "COUNT": count,
+        "GROUP": 4, "WINDOW": tail, "END": tail, "TAIL": tail, "D": d, "ST": launch.stages, "BN": columns,
+        "REGISTERS": launch.registers, "BQ": columns, "COUNT": count,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     other = 64 if which == "dkv" else columns

@@ -105,7 +105,12 @@ def test_what_the_kernels_do_not_cover_is_refused_by_name() -> None:
 
 def test_a_class_has_one_tile_of_keys_and_a_row_one_warp() -> None:
     good = Launch(64, 64, 4, 1)
-    for bad, found in ((Launch(32, 64, 4, 1), "one warp"), (Launch(64, 32, 4, 1), "decode")):
+    wrong = Launch(64, 64, 4, 1, nonkdim=16, branch=True)
+    for bad, found in (
+        (Launch(32, 64, 4, 1), "one warp"),
+        (Launch(64, 32, 4, 1), "decode"),
+        (wrong, "branch"),
+    ):
         with pytest.raises(ValueError, match=found):
             Entries(good, bad, good, good)
     assert {arch for arch, _ in TABLE} == {"sm_90", "gfx942", "gfx950"}

@@ -54,7 +54,7 @@ def compiled(
 ) -> Any:
     """One launch as the kernels' callers specialize it: four heads a group, aligned strides."""
     values: dict[str, Any] = {
-        "GROUP": 4, "BRANCH": arch == CUDA, "D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v),
+        "GROUP": 4, "BRANCH": entry.branch, "D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v),
     }  # fmt: skip
     if which == "dkv":
         function = kernel_backward.dkv_kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -76,8 +77,12 @@ def require_covered(
                 f"{name}: one row to the next is {x.stride(0)} elements; tiles are addressed with fewer than "
                 f"{1 << 22}; pass a contiguous tensor."
             )
-    log2_e = math.log2(math.e)
-    return Problem(_round32(scale * log2_e), _round32(scale), torch.version.hip is not None)
+    return _problem(scale)
+
+
+@functools.lru_cache(maxsize=64)
+def _problem(scale: float) -> Problem:
+    return Problem(_round32(scale * math.log2(math.e)), _round32(scale), torch.version.hip is not None)
 
 
 def _round32(x: float) -> float:

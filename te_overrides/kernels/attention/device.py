@@ -36,13 +36,17 @@ def softmax_step(s, row_max, row_sum, scale):
 
 
 @triton.jit
-def finish_rows(row_max, row_sum):
-    """1 / sum (0 for a row without keys) and LSE (-inf for one), float32, evaluated in float64."""
-    empty = row_sum == 0.0
-    total = row_sum.to(tl.float64)
-    inverse = (1.0 / total).to(tl.float32)
-    lse = (row_max.to(tl.float64) * _LN2 + log_of_normal_f64(total)).to(tl.float32)
-    return tl.where(empty, 0.0, inverse), tl.where(empty, -_INF, lse)
+def inverse_of(row_sum):
+    """1 / sum, evaluated in float64 and rounded to float32; 0 for a row without keys."""
+    inverse = (1.0 / row_sum.to(tl.float64)).to(tl.float32)
+    return tl.where(row_sum == 0.0, 0.0, inverse)
+
+
+@triton.jit
+def lse_of(row_max, row_sum):
+    """The LSE, natural logarithm, evaluated in float64 and rounded to float32; -inf for a row without keys."""
+    lse = row_max.to(tl.float64) * _LN2 + log_of_normal_f64(row_sum.to(tl.float64))
+    return tl.where(row_sum == 0.0, -_INF, lse.to(tl.float32))
 
 
 @triton.jit

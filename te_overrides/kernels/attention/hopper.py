@@ -19,7 +19,7 @@ from te_overrides.kernels.attention.coverage import Problem
 from te_overrides.kernels.attention.hopper_dkv import hopper_dkv_kernel
 from te_overrides.kernels.attention.hopper_dq import hopper_dq_kernel
 from te_overrides.kernels.attention.hopper_forward import hopper_forward_kernel
-from te_overrides.kernels.attention.runs import Run, work_table
+from te_overrides.kernels.attention.runs import FAR, Run, work_table
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -86,7 +86,8 @@ def forward(
             problem.score_scale,
         ),
         {
-            "GROUP": heads // groups, "TAIL": _has_tail(runs, launch.columns, key.shape[0]),
+            "GROUP": heads // groups, "WINDOW": reach[0] < FAR,
+            "TAIL": _has_tail(runs, launch.columns, key.shape[0]),
             "BN": launch.columns, "D": d, "ST": launch.stages, "REGISTERS": launch.registers,
         },
     )  # fmt: skip
@@ -129,7 +130,8 @@ def dq(
             problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "TAIL": _has_tail(runs, launch.columns, key.shape[0]),
+            "GROUP": heads // groups, "WINDOW": reach[0] < FAR,
+            "TAIL": _has_tail(runs, launch.columns, key.shape[0]),
             "BN": launch.columns, "D": d, "ST": launch.stages, "REGISTERS": launch.registers,
         },
     )  # fmt: skip
@@ -168,6 +170,10 @@ def dkv(
     query, key, value, grad_out = (_rows_apart(x) for x in (query, key, value, grad_out))
     total = work.shape[0] * groups * batch
     count = keys // 64
+    spread = 0
+    if s_q % 4 or _has_odd_origin(runs):
+        spread = -(-(shift.numel() + 4) // 4) * 4
+        shift, delta = _copies(shift, spread), _copies(delta, spread)
     _dkv(
         query.device,
         # One warpgroup a program leaves room for two programs on a multiprocessor.
@@ -184,15 +190,37 @@ def dkv(
         ),
         (dk, dv, work),
         (
-            total, heads, groups, groups * batch, s_q, left, right,
+            total, heads, groups, groups * batch, s_q, spread, left, right,
             *query.stride()[1:3], *key.stride()[1:3], *value.stride()[1:3], *grad_out.stride()[1:3],
             problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "TAIL": _has_tail(runs, launch.columns, query.shape[0]), "COUNT": count,
+            "GROUP": heads // groups, "END": left < FAR or _is_short(runs, launch.columns),
+            "TAIL": _has_tail(runs, launch.columns, query.shape[0]), "COUNT": count,
             "BQ": launch.columns, "D": d, "ST": launch.stages, "REGISTERS": launch.registers,
         },
     )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Descriptor:
+    """A tensor descriptor without the examination that Triton's own makes each time: the compiled kernel's arguments.
+
+    Attributes: as those of `TensorDescriptor`.
+    """
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: gl.NVMMASharedLayout
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+    mode: str = "tiled"
+
+    def examined(self) -> TensorDescriptor:
+        """The same as Triton's."""
+        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
 
 
 class _Launcher:
@@ -206,7 +234,7 @@ class _Launcher:
         self,
         device: torch.device,
         programs: int,
-        descriptors: Sequence[TensorDescriptor],
+        descriptors: Sequence[_Descriptor],
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[int | float],
         constants: dict[str, Any],
@@ -224,13 +252,13 @@ class _Launcher:
             *constants.values(),
         )
         compiled = self._known.get(key)
-        arguments = (*descriptors, *tensors, *numbers)
         if compiled is None:
+            examined = [descriptor.examined() for descriptor in descriptors]
             self._known[key] = self.function[(programs,)](
-                *arguments, **constants, num_warps=4, enable_fp_fusion=False
+                *examined, *tensors, *numbers, **constants, num_warps=4, enable_fp_fusion=False
             )
         else:
-            compiled[(programs, 1, 1)](*arguments, *constants.values())
+            compiled[(programs, 1, 1)](*descriptors, *tensors, *numbers, *constants.values())
 
 
 _forward, _dq, _dkv = (
@@ -249,9 +277,33 @@ def _has_tail(runs: tuple[Run, ...], tile: int, rows: int) -> bool:
     return any(run.length % tile and run.origin + run.length < rows for run in runs)
 
 
+@functools.lru_cache(maxsize=256)
+def _is_short(runs: tuple[Run, ...], tile: int) -> bool:
+    """Whether the last tile of a sequence is not full."""
+    return any(run.length % tile for run in runs)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_odd_origin(runs: tuple[Run, ...]) -> bool:
+    """Whether the statistics of a sequence start elsewhere than at a multiple of four numbers."""
+    return any(run.origin % 4 for run in runs)
+
+
+def _copies(x: torch.Tensor, spread: int) -> torch.Tensor:
+    """Four copies of x, `spread` numbers apart, copy j with j numbers before it: one of them is aligned wherever a
+    sequence starts."""
+    copies = x.new_zeros(4, spread)
+    for late in range(4):
+        copies[late, late : late + x.numel()] = x.flatten()
+    return copies
+
+
 def _readable(x: torch.Tensor) -> bool:
-    """Whether TMA takes the rows of x [s, b, h, d]."""
-    return x.stride(3) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.numel() > 0
+    """Whether TMA takes the rows of x [s, b, h, d]: everything that it starts from is a multiple of 16 bytes."""
+    rows, batch, heads = x.stride()[:3]
+    return (
+        x.stride(3) == 1 and not (rows % 8 or batch % 8 or heads % 8 or x.data_ptr() % 16) and x.numel() > 0
+    )
 
 
 def _columns(x: torch.Tensor) -> int:
@@ -265,10 +317,10 @@ def _rows_apart(x: torch.Tensor) -> torch.Tensor:
     return x if _columns(x) <= x.stride(0) else x.contiguous()
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, rows: int) -> _Descriptor:
     """x [s, b, h, d] as rows of numbers; a tile is `rows` of them and d columns, from b * stride(1) + h * stride(2)."""
     block = [rows, x.shape[-1]]
-    return TensorDescriptor(
+    return _Descriptor(
         x, [x.shape[0], _columns(x)], [x.stride(0), 1], block, _tile_layout(rows, x.shape[-1], x.dtype)
     )
 
@@ -281,5 +333,5 @@ def _tile_layout(rows: int, d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 _LINE_LAYOUT = gl.NVMMASharedLayout(0, 32, rank=1)
 
 
-def _line(x: torch.Tensor, size: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [size], _LINE_LAYOUT)
+def _line(x: torch.Tensor, size: int) -> _Descriptor:
+    return _Descriptor(x, [x.numel()], [1], [size], _LINE_LAYOUT)

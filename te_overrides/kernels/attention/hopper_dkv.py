@@ -21,7 +21,7 @@ from te_overrides.kernels.attention.hopper_common import async_load, async_store
 @gluon.jit
 def _load(
     q_d, g_d, k_d, v_d, shift_d, delta_d, k_0, k_1, v_0, v_1, q_ring, g_ring, shift_ring, delta_ring,
-    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, left, right,
+    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, spread, left, right,
     q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h,
     GROUP: gl.constexpr, COUNT: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,10 @@ def _load(
                 head = group * GROUP + member
                 q_column = batch * q_b + head * q_h
                 g_column = batch * g_b + head * g_h
+                # TMA reads numbers from multiples of 16 bytes alone: copy j of the statistics lies j numbers later.
                 at_stat = (batch * heads + head) * s_q + query_row
+                late = (4 - at_stat % 4) % 4
+                at_stat += late * (spread + 1)
                 for start in range(low, end, BQ):
                     slot = step % ST
                     ready = full.index(slot)
@@ -62,20 +65,61 @@ def _load(
 
 
 @gluon.jit
+def _span(
+    acc_k, acc_v, step, begin, end, positions, length, left, right, scale,
+    k_tile, v_tile, q_ring, g_ring, shift_ring, delta_ring, full, empty, MASK: gl.constexpr, TAIL: gl.constexpr,
+    BQ: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Queries begin … end - 1 of one head."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    zero = gl.zeros([64, BQ], gl.float32, SCORES)
+    for start in range(begin, end, BQ):
+        slot = step % ST
+        mbarrier.wait(full.index(slot), (step // ST) & 1)
+        query = q_ring.index(slot)
+        grad = g_ring.index(slot)
+        if TAIL:
+            if length - start < BQ:
+                zero_tail(query, length - start, BQ, D)
+                zero_tail(grad, length - start, BQ, D)
+        s = warpgroup_mma(k_tile, query.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v_tile, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
+        shift = shift_ring.index(slot).load(COLUMNS)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = probabilities(s, scale, shift[None, :])
+        if MASK:
+            queries = start + gl.arange(0, BQ, layout=COLUMNS)
+            visible = sees(queries[None, :], positions[:, None], left, right) & (queries < length)[None, :]
+            p = gl.where(visible, p, 0.0)
+        p_left = gl.convert_layout(p.to(k_tile.dtype), LEFT)
+        delta = delta_ring.index(slot).load(COLUMNS)
+        acc_v = warpgroup_mma(p_left, grad, acc_v, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = p * (dp - delta[None, :])
+        if MASK:
+            # What stands behind the last query may be anything: 0 times it must not become NaN.
+            ds = gl.where(p == 0.0, 0.0, ds)
+        ds_left = gl.convert_layout(ds.to(k_tile.dtype), LEFT)
+        acc_k = warpgroup_mma(ds_left, query, acc_k, is_async=True)
+        acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
+        mbarrier.arrive(empty.index(slot))
+        step += 1
+    return acc_k, acc_v, step
+
+
+@gluon.jit
 def _compute(
     dk, dv, dk_d, dv_d, k_tile, v_tile, q_ring, g_ring, shift_ring, delta_ring, k_full, k_empty, full, empty,
     work, total, lanes, left, right, scale, softmax_scale,
-    OFFSET: gl.constexpr, GROUP: gl.constexpr, TAIL: gl.constexpr,
+    OFFSET: gl.constexpr, GROUP: gl.constexpr, END: gl.constexpr, TAIL: gl.constexpr,
     BQ: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BQ, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = k_tile.dtype
     step = 0
     tile_row = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    columns = gl.arange(0, BQ, layout=COLUMNS)
     for i in range(gl.cdiv(total, gl.num_programs(0))):
         index = item(i, total)
         if index < total:
@@ -84,41 +128,24 @@ def _compute(
             low, full_low, full_high, end = key_range(position, position + rows - 1, length, right, left, BQ)
             acc_k = gl.zeros([64, D], gl.float32, OUTPUT)
             acc_v = gl.zeros([64, D], gl.float32, OUTPUT)
-            zero = gl.zeros([64, BQ], gl.float32, SCORES)
             mbarrier.wait(k_full, i & 1)
             for _member in range(GROUP):
-                for start in range(low, end, BQ):
-                    slot = step % ST
-                    mbarrier.wait(full.index(slot), (step // ST) & 1)
-                    query = q_ring.index(slot)
-                    grad = g_ring.index(slot)
-                    if TAIL:
-                        if length - start < BQ:
-                            zero_tail(query, length - start, BQ, D)
-                            zero_tail(grad, length - start, BQ, D)
-                    s = warpgroup_mma(k_tile, query.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    dp = warpgroup_mma(v_tile, grad.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    shift = shift_ring.index(slot).load(COLUMNS)
-                    s = warpgroup_mma_wait(1, deps=[s])
-                    p = probabilities(s, scale, shift[None, :])
-                    masked = (start < full_low) | (start >= full_high)
-                    if masked:
-                        queries = start + columns
-                        visible = sees(queries[None, :], positions[:, None], left, right)
-                        p = gl.where(visible & (queries < length)[None, :], p, 0.0)
-                    p_left = gl.convert_layout(p.to(DTYPE), LEFT)
-                    delta = delta_ring.index(slot).load(COLUMNS)
-                    acc_v = warpgroup_mma(p_left, grad, acc_v, is_async=True)
-                    dp = warpgroup_mma_wait(1, deps=[dp])
-                    ds = p * (dp - delta[None, :])
-                    if masked:
-                        # What stands behind the last query may be anything: 0 times it must not become NaN.
-                        ds = gl.where(p == 0.0, 0.0, ds)
-                    ds_left = gl.convert_layout(ds.to(DTYPE), LEFT)
-                    acc_k = warpgroup_mma(ds_left, query, acc_k, is_async=True)
-                    acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
-                    mbarrier.arrive(empty.index(slot))
-                    step += 1
+                acc_k, acc_v, step = _span(
+                    acc_k, acc_v, step, low, full_low, positions, length, left, right, scale,
+                    k_tile, v_tile, q_ring, g_ring, shift_ring, delta_ring, full, empty, True, TAIL,
+                    BQ, D, ST, SCORES, LEFT,
+                )  # fmt: skip
+                acc_k, acc_v, step = _span(
+                    acc_k, acc_v, step, full_low, full_high, positions, length, left, right, scale,
+                    k_tile, v_tile, q_ring, g_ring, shift_ring, delta_ring, full, empty, False, False,
+                    BQ, D, ST, SCORES, LEFT,
+                )  # fmt: skip
+                if END:
+                    acc_k, acc_v, step = _span(
+                        acc_k, acc_v, step, full_high, end, positions, length, left, right, scale,
+                        k_tile, v_tile, q_ring, g_ring, shift_ring, delta_ring, full, empty, True, TAIL,
+                        BQ, D, ST, SCORES, LEFT,
+                    )  # fmt: skip
             result_k = positive_zero((acc_k * softmax_scale).to(DTYPE))
             result_v = positive_zero(acc_v.to(DTYPE))
             if rows >= OFFSET * 64 + 64:
@@ -144,6 +171,7 @@ def _compute(
         "heads",
         "lanes",
         "s_q",
+        "spread",
         "left",
         "right",
         "groups",
@@ -162,13 +190,16 @@ def hopper_dkv_kernel(
     dk, dv,  # [s_k, b, h_kv, D], contiguous
     work,  # int32 [tiles, 5]: first key row, rows, position of the first, row of query 0, queries; 64 * COUNT rows
     total,  # tiles * b * h_kv
-    heads, groups, lanes, s_q, left, right,
+    heads, groups, lanes, s_q,
+    spread,  # from one copy of the statistics to the next; copies 1 to 3 are read where s_q or an origin is odd to 4
+    left, right,
     q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h,
     scale, softmax_scale,
-    GROUP: gl.constexpr, TAIL: gl.constexpr, COUNT: gl.constexpr, BQ: gl.constexpr, D: gl.constexpr,
-    ST: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, END: gl.constexpr, TAIL: gl.constexpr, COUNT: gl.constexpr, BQ: gl.constexpr,
+    D: gl.constexpr, ST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`lanes` is b * h_kv, the items of one line; TAIL says that rows may lie behind a sequence's last query."""
+    """`lanes` is b * h_kv, the items of one line; END that the last queries need a
+    mask (a window, or a short last tile), TAIL that rows may lie behind a sequence's last query."""
     k_0 = gl.allocate_shared_memory(k_d.dtype, [64, D], k_d.layout)
     v_0 = gl.allocate_shared_memory(v_d.dtype, [64, D], v_d.layout)
     if COUNT == 2:
@@ -198,16 +229,16 @@ def hopper_dkv_kernel(
                 (_compute, (
                     dk, dv, dk_d, dv_d, k_0, v_0, q_ring, g_ring, shift_ring, delta_ring, k_full, k_empty, full, empty,
                     work, total, lanes, left, right, scale, softmax_scale,
-                    0, GROUP, TAIL, BQ, D, ST,
+                    0, GROUP, END, TAIL, BQ, D, ST,
                 )),
                 (_compute, (
                     dk, dv, dk_d, dv_d, k_1, v_1, q_ring, g_ring, shift_ring, delta_ring, k_full, k_empty, full, empty,
                     work, total, lanes, left, right, scale, softmax_scale,
-                    1, GROUP, TAIL, BQ, D, ST,
+                    1, GROUP, END, TAIL, BQ, D, ST,
                 )),
                 (_load, (
                     q_d, g_d, k_d, v_d, shift_d, delta_d, k_0, k_1, v_0, v_1, q_ring, g_ring, shift_ring, delta_ring,
-                    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, left, right,
+                    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, spread, left, right,
                     q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h, GROUP, COUNT, BQ, D, ST,
                 )),
             ],
@@ -220,11 +251,11 @@ def hopper_dkv_kernel(
                 (_compute, (
                     dk, dv, dk_d, dv_d, k_0, v_0, q_ring, g_ring, shift_ring, delta_ring, k_full, k_empty, full, empty,
                     work, total, lanes, left, right, scale, softmax_scale,
-                    0, GROUP, TAIL, BQ, D, ST,
+                    0, GROUP, END, TAIL, BQ, D, ST,
                 )),
                 (_load, (
                     q_d, g_d, k_d, v_d, shift_d, delta_d, k_0, k_1, v_0, v_1, q_ring, g_ring, shift_ring, delta_ring,
-                    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, left, right,
+                    k_full, k_empty, full, empty, work, total, heads, groups, lanes, s_q, spread, left, right,
                     q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h, GROUP, COUNT, BQ, D, ST,
                 )),
             ],

@@ -1,7 +1,6 @@
 """dQ on Hopper: the portable kernel's arithmetic, warp-specialized as the forward pass is.
 
-Two warpgroups own 64 query rows each; K and V of a tile share a buffer of the ring. A warpgroup waits for its own
-products, and the other one fills the gap.
+Two warpgroups own 64 query rows each; K and V of a tile share a buffer of the ring.
 """
 
 from triton.experimental import gluon
@@ -54,10 +53,44 @@ def _load(
 
 
 @gluon.jit
+def _span(
+    acc, step, begin, end, positions, length, left, right, scale, row_shift, row_delta,
+    q_tile, g_tile, k_ring, v_ring, full, empty, MASK: gl.constexpr, TAIL: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, SCORES: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Keys begin … end - 1."""
+    zero = gl.zeros([64, BN], gl.float32, SCORES)
+    for start in range(begin, end, BN):
+        slot = step % ST
+        mbarrier.wait(full.index(slot), (step // ST) & 1)
+        key = k_ring.index(slot)
+        if TAIL:
+            if length - start < BN:
+                zero_tail(key, length - start, BN, D)
+        s = warpgroup_mma(q_tile, key.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(g_tile, v_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p = probabilities(s, scale, row_shift[:, None])
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        ds = p * (dp - row_delta[:, None])
+        if MASK:
+            keys = start + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
+            visible = sees(positions[:, None], keys[None, :], left, right) & (keys < length)[None, :]
+            ds = gl.where(visible, ds, 0.0)
+        ds_left = gl.convert_layout(ds.to(q_tile.dtype), LEFT)
+        acc = warpgroup_mma(ds_left, key, acc, is_async=True)
+        # The other warpgroup fills the gap.
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(slot))
+        step += 1
+    return acc, step
+
+
+@gluon.jit
 def _compute(
     dq, dq_d, shift, delta, q_tile, g_tile, k_ring, v_ring, q_full, q_empty, full, empty,
     work, total, lanes, s_q, left, right, scale, softmax_scale,
-    OFFSET: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+    OFFSET: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -78,31 +111,22 @@ def _compute(
             row_delta = gl.load(delta + at_stat, row_ok, 0.0)
             low, full_low, full_high, end = key_range(position, position + rows - 1, length, left, right, BN)
             acc = gl.zeros([64, D], gl.float32, OUTPUT)
-            zero = gl.zeros([64, BN], gl.float32, SCORES)
             mbarrier.wait(q_full, i & 1)
-            for start in range(low, end, BN):
-                slot = step % ST
-                mbarrier.wait(full.index(slot), (step // ST) & 1)
-                key = k_ring.index(slot)
-                value = v_ring.index(slot)
-                if TAIL:
-                    if length - start < BN:
-                        zero_tail(key, length - start, BN, D)
-                s = warpgroup_mma(q_tile, key.permute((1, 0)), zero, use_acc=False, is_async=True)
-                dp = warpgroup_mma(g_tile, value.permute((1, 0)), zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s])
-                p = probabilities(s, scale, row_shift[:, None])
-                dp = warpgroup_mma_wait(0, deps=[dp])
-                ds = p * (dp - row_delta[:, None])
-                if (start < full_low) | (start >= full_high):
-                    keys = start + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-                    visible = sees(positions[:, None], keys[None, :], left, right) & (keys < length)[None, :]
-                    ds = gl.where(visible, ds, 0.0)
-                ds_left = gl.convert_layout(ds.to(DTYPE), LEFT)
-                acc = warpgroup_mma(ds_left, key, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                mbarrier.arrive(empty.index(slot))
-                step += 1
+            begin = low
+            if WINDOW:
+                acc, step = _span(
+                    acc, step, begin, full_low, positions, length, left, right, scale, row_shift, row_delta,
+                    q_tile, g_tile, k_ring, v_ring, full, empty, True, TAIL, BN, D, ST, SCORES, LEFT,
+                )  # fmt: skip
+                begin = full_low
+            acc, step = _span(
+                acc, step, begin, full_high, positions, length, left, right, scale, row_shift, row_delta,
+                q_tile, g_tile, k_ring, v_ring, full, empty, False, False, BN, D, ST, SCORES, LEFT,
+            )  # fmt: skip
+            acc, step = _span(
+                acc, step, full_high, end, positions, length, left, right, scale, row_shift, row_delta,
+                q_tile, g_tile, k_ring, v_ring, full, empty, True, TAIL, BN, D, ST, SCORES, LEFT,
+            )  # fmt: skip
             result = positive_zero((acc * softmax_scale).to(DTYPE))
             if rows >= OFFSET * 64 + 64:
                 q_tile.store(result)
@@ -144,8 +168,8 @@ def hopper_dq_kernel(
     total, heads, lanes, s_q, left, right,
     q_b, q_h, k_b, k_h, v_b, v_h, g_b, g_h,
     scale, softmax_scale,
-    GROUP: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    ST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as for `hopper_forward_kernel`."""
     q_0 = gl.allocate_shared_memory(q_d.dtype, [64, D], q_d.layout)
@@ -170,12 +194,12 @@ def hopper_dq_kernel(
             (_compute, (
                 dq, dq_d, shift, delta, q_0, g_0, k_ring, v_ring, q_full, q_empty, full, empty,
                 work, total, lanes, s_q, left, right, scale, softmax_scale,
-                0, TAIL, BN, D, ST,
+                0, WINDOW, TAIL, BN, D, ST,
             )),
             (_compute, (
                 dq, dq_d, shift, delta, q_1, g_1, k_ring, v_ring, q_full, q_empty, full, empty,
                 work, total, lanes, s_q, left, right, scale, softmax_scale,
-                1, TAIL, BN, D, ST,
+                1, WINDOW, TAIL, BN, D, ST,
             )),
             (_load, (
                 q_d, g_d, k_d, v_d, q_0, q_1, g_0, g_1, k_ring, v_ring, q_full, q_empty, full, empty,

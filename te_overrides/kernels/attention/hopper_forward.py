@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_overrides.kernels.attention.device import (
-    finish_rows,
+    inverse_of,
     key_range,
+    lse_of,
     positive_zero,
     sees,
     softmax_step,
@@ -71,34 +72,47 @@ def _scores(q_tile, k_ring, k_full, step, BN: gl.constexpr, ST: gl.constexpr, SC
 
 
 @gluon.jit
-def _masked(
-    s, positions, start, full_low, full_high, length, left, right, BN: gl.constexpr, SCORES: gl.constexpr
-):
-    if (start < full_low) | (start >= full_high):
-        keys = start + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
-        visible = sees(positions[:, None], keys[None, :], left, right) & (keys < length)[None, :]
-        s = gl.where(visible, s, float("-inf"))
-    return s
+def _masked(s, positions, start, length, left, right, BN: gl.constexpr, SCORES: gl.constexpr):
+    keys = start + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
+    visible = sees(positions[:, None], keys[None, :], left, right) & (keys < length)[None, :]
+    return gl.where(visible, s, float("-inf"))
 
 
 @gluon.jit
-def _add_values(
-    p, v_ring, v_full, acc, step, present, TAIL: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-):  # fmt: skip
+def _add_values(p, v_ring, v_full, acc, step, ST: gl.constexpr):
     slot = step % ST
     mbarrier.wait(v_full.index(slot), (step // ST) & 1)
-    if TAIL:
-        if present < BN:
-            zero_tail(v_ring.index(slot), present, BN, D)
     return warpgroup_mma(p, v_ring.index(slot), acc, is_async=True)
+
+
+@gluon.jit
+def _span(
+    acc, p_left, row_max, row_sum, step, begin, end, positions, length, left, right, scale,
+    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, MASK: gl.constexpr,
+    BN: gl.constexpr, ST: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """Tiles begin … end - 1: the scores of each, while the values of the one before (`step`) are added."""
+    for start in range(begin, end, BN):
+        s = _scores(q_tile, k_ring, k_full, step + 1, BN, ST, SCORES)
+        acc = _add_values(p_left, v_ring, v_full, acc, step, ST)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index((step + 1) % ST))
+        if MASK:
+            s = _masked(s, positions, start, length, left, right, BN, SCORES)
+        p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(v_empty.index(step % ST))
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
+        p_left = gl.convert_layout(p.to(q_tile.dtype), LEFT)
+        step += 1
+    return acc, p_left, row_max, row_sum, step
 
 
 @gluon.jit
 def _compute(
     out, o_d, lse, q_tile, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     work, total, lanes, s_q, left, right, scale,
-    OFFSET: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
+    OFFSET: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -123,44 +137,51 @@ def _compute(
                 s = _scores(q_tile, k_ring, k_full, step, BN, ST, SCORES)
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(k_empty.index(step % ST))
-                s = _masked(s, positions, low, full_low, full_high, length, left, right, BN, SCORES)
+                # The first tile takes the mask whether it needs it or not.
+                s = _masked(s, positions, low, length, left, right, BN, SCORES)
                 p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
                 p_left = gl.convert_layout(p.to(DTYPE), LEFT)
-                for start in range(low + BN, end, BN):
-                    s = _scores(q_tile, k_ring, k_full, step + 1, BN, ST, SCORES)
-                    acc = _add_values(
-                        p_left, v_ring, v_full, acc, step, length - (start - BN), TAIL, BN, D, ST
-                    )
-                    s = warpgroup_mma_wait(1, deps=[s])
-                    mbarrier.arrive(k_empty.index((step + 1) % ST))
-                    s = _masked(s, positions, start, full_low, full_high, length, left, right, BN, SCORES)
-                    p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(v_empty.index(step % ST))
-                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
-                    p_left = gl.convert_layout(p.to(DTYPE), LEFT)
-                    step += 1
-                acc = _add_values(p_left, v_ring, v_full, acc, step, length - (end - BN), TAIL, BN, D, ST)
+                begin = low + BN
+                if WINDOW:
+                    acc, p_left, row_max, row_sum, step = _span(
+                        acc, p_left, row_max, row_sum, step, begin, full_low, positions, length, left, right, scale,
+                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, True, BN, ST, SCORES, OUTPUT, LEFT,
+                    )  # fmt: skip
+                    begin = gl.maximum(begin, full_low)
+                acc, p_left, row_max, row_sum, step = _span(
+                    acc, p_left, row_max, row_sum, step, begin, full_high, positions, length, left, right, scale,
+                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, False, BN, ST, SCORES, OUTPUT, LEFT,
+                )  # fmt: skip
+                begin = gl.maximum(begin, full_high)
+                acc, p_left, row_max, row_sum, step = _span(
+                    acc, p_left, row_max, row_sum, step, begin, end, positions, length, left, right, scale,
+                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, True, BN, ST, SCORES, OUTPUT, LEFT,
+                )  # fmt: skip
+                if TAIL:
+                    present = length - (end - BN)
+                    if present < BN:
+                        mbarrier.wait(v_full.index(step % ST), (step // ST) & 1)
+                        zero_tail(v_ring.index(step % ST), present, BN, D)
+                acc = _add_values(p_left, v_ring, v_full, acc, step, ST)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(step % ST))
                 step += 1
-            inverse, row_lse = finish_rows(row_max, row_sum)
-            row_ok = tile_row < rows
-            at_row = first_row + tile_row
-            gl.store(lse + (index % lanes).to(gl.int64) * s_q + at_row, row_lse, row_ok)
-            scaled = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+            scaled = gl.convert_layout(inverse_of(row_sum), gl.SliceLayout(1, OUTPUT))[:, None]
             result = positive_zero(gl.where(scaled == 0.0, 0.0, acc * scaled).to(DTYPE))
+            at_stat = (index % lanes).to(gl.int64) * s_q + first_row + tile_row
             if rows >= OFFSET * 64 + 64:
-                # The query buffer is free now: it stages the output.
+                # The query buffer is free now: it stages the output, which leaves while the LSE is computed.
                 q_tile.store(result)
                 fence_async_shared()
                 async_store(o_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
+                gl.store(lse + at_stat, lse_of(row_max, row_sum))
                 tma.store_wait(0)
             else:
                 r = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
                 d = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
                 at = (first_row + r).to(gl.int64)[:, None] * (lanes * D) + (index % lanes * D + d)[None, :]
                 gl.store(out + at, result, (r < rows)[:, None])
+                gl.store(lse + at_stat, lse_of(row_max, row_sum), tile_row < rows)
             mbarrier.arrive(q_empty)
         first_row, rows, position, _key_row, length = following
 
@@ -190,8 +211,8 @@ def hopper_forward_kernel(
     heads, lanes, s_q, left, right,
     q_b, q_h, k_b, k_h, v_b, v_h,
     scale,
-    GROUP: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, WINDOW: gl.constexpr, TAIL: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    ST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`lanes` is b * h, the items of one line; TAIL says that rows may lie behind a sequence's last, short tile."""
     q_0 = gl.allocate_shared_memory(q_d.dtype, [64, D], q_d.layout)
@@ -217,11 +238,11 @@ def hopper_forward_kernel(
         [
             (_compute, (
                 out, o_d, lse, q_0, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                work, total, lanes, s_q, left, right, scale, 0, TAIL, BN, D, ST,
+                work, total, lanes, s_q, left, right, scale, 0, WINDOW, TAIL, BN, D, ST,
             )),
             (_compute, (
                 out, o_d, lse, q_1, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                work, total, lanes, s_q, left, right, scale, 1, TAIL, BN, D, ST,
+                work, total, lanes, s_q, left, right, scale, 1, WINDOW, TAIL, BN, D, ST,
             )),
             (_load, (
                 q_d, k_d, v_d, q_0, q_1, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,

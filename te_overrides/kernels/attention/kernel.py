@@ -75,7 +75,7 @@ def attention_forward(
     if not whole:
         lse.fill_(-torch.inf)
     per_group = heads // groups
-    arch = architecture(query.device) if entries is None else ""
+    arch = _architecture(query.device) if entries is None else ""
     rows = max((run.count for run in runs), default=0)
     if rows * per_group > DECODE_ROWS and (fast := _hopper(arch, query, key, value)):
         fast.forward(query, key, value, out, lse, runs, reach(mask), problem)
@@ -95,7 +95,7 @@ def attention_forward(
         ),
         {
             "GROUP": per_group, "PACK": pack, "PAGED": False,
-            "BRANCH": not problem.hip, "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
+            "BRANCH": entry.branch, "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
         },
         options(entry, problem.hip),
     )  # fmt: skip
@@ -145,7 +145,7 @@ def attention_dq(
     shift, delta = shift.contiguous(), delta.contiguous()
     (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
     dq = (query.new_empty if covered(runs) == s_q else query.new_zeros)(query.shape)
-    arch = architecture(query.device) if entries is None else ""
+    arch = _architecture(query.device) if entries is None else ""
     if fast := _hopper(arch, query, key, value, grad_out):
         fast.dq(query, key, value, grad_out, shift, delta, dq, runs, reach(mask), problem)
         return dq
@@ -162,7 +162,7 @@ def attention_dq(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "BRANCH": not problem.hip, "BM": entry.rows, "BN": entry.columns,
+            "GROUP": heads // groups, "BRANCH": entry.branch, "BM": entry.rows, "BN": entry.columns,
             **_columns(d, d_v),
         },
         options(entry, problem.hip),
@@ -193,7 +193,7 @@ def attention_dkv(
     (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
     new = key.new_empty if covered(runs) == s_k else key.new_zeros
     dk, dv = new(key.shape), new(value.shape)
-    arch = architecture(query.device) if entries is None else ""
+    arch = _architecture(query.device) if entries is None else ""
     if fast := _hopper(arch, query, key, value, grad_out):
         fast.dkv(query, key, value, grad_out, shift, delta, dk, dv, runs, reach(mask), problem)
         return dk, dv
@@ -211,7 +211,7 @@ def attention_dkv(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "BRANCH": not problem.hip, "BK": entry.rows, "BQ": entry.columns,
+            "GROUP": heads // groups, "BRANCH": entry.branch, "BK": entry.rows, "BQ": entry.columns,
             **_columns(d, d_v),
         },
         options(entry, problem.hip),
@@ -226,6 +226,11 @@ def _hopper(arch: str, *operands: torch.Tensor) -> ModuleType | None:
     from te_overrides.kernels.attention import hopper
 
     return hopper if hopper.covers(arch, *operands) else None
+
+
+@functools.cache
+def _architecture(device: torch.device) -> str:
+    return architecture(device)
 
 
 @functools.cache
@@ -274,7 +279,7 @@ def paged_forward(
     lse = query.new_empty(1, heads, batch * s_q, dtype=torch.float32)
     if not rows.numel():
         return out.view(batch, s_q, heads, d_v), lse.view(heads, batch, s_q).transpose(0, 1)
-    entries = entries or entries_for(architecture(query.device), d)
+    entries = entries or entries_for(_architecture(query.device), d)
     entry, pack = _launch_of(entries, s_q, heads // groups)
     left, right = reach(mask)
     table = block_table.to(torch.int32).contiguous()
@@ -287,7 +292,7 @@ def paged_forward(
             batch * s_q, heads, table.stride(0), page_size, left, right, problem.score_scale,
         ),
         {
-            "GROUP": heads // groups, "PACK": pack, "PAGED": True, "BRANCH": not problem.hip,
+            "GROUP": heads // groups, "PACK": pack, "PAGED": True, "BRANCH": entry.branch,
             "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
         },
         options(entry, problem.hip),

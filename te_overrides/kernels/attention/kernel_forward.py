@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from te_overrides.kernels.attention.device import (
-    finish_rows,
+    inverse_of,
     key_range,
     load_rows,
+    lse_of,
     positive_zero,
     sees,
     softmax_step,
@@ -99,7 +100,7 @@ def forward_kernel(
         p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
 
-    inverse, row_lse = finish_rows(row_max, row_sum)
+    inverse = inverse_of(row_sum)
     # A row without keys is 0 whatever its hidden values hold.
     result = tl.where(inverse[:, None] == 0.0, 0.0, acc * inverse[:, None])
     out_at = at_row * o_s + batch * o_b + head.to(tl.int64) * o_h
@@ -108,4 +109,4 @@ def forward_kernel(
         positive_zero(result.to(out.dtype.element_ty)),
         row_ok[:, None] & (dv < DV)[None, :],
     )
-    tl.store(lse + (batch * heads + head) * s_q + at_row, row_lse, row_ok)
+    tl.store(lse + (batch * heads + head) * s_q + at_row, lse_of(row_max, row_sum), row_ok)
