@@ -3,6 +3,9 @@
     producer warp       Q of a tile, then K and V tiles through rings of ST buffers, all by TMA
     two warpgroups      64 query rows each; the scores of the next tile are issued before P V of the last one
 
+A branch around the mask is the fastest here (docs/evidence/attention.md); where other rows lie behind a sequence's last tile (TAIL), spans
+of tiles with and without it take its place.
+
 Positions, rows and keys come from the same table as in the portable kernel; heads and sequences of a batch are columns
 of a two-dimensional view of each operand, so any strides that TMA takes are read in place.
 """
@@ -71,6 +74,10 @@ def _scores(q_tile, k_ring, k_full, step, BN: gl.constexpr, ST: gl.constexpr, SC
     return warpgroup_mma(q_tile, k_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
+PLAIN, MASKED, WHERE_NEEDED = (gl.constexpr(kind) for kind in range(3))
+"""What `_span` does about the mask: nothing, always, or by a branch in tiles that some row does not see whole."""
+
+
 @gluon.jit
 def _masked(s, positions, start, length, left, right, BN: gl.constexpr, SCORES: gl.constexpr):
     keys = start + gl.arange(0, BN, layout=gl.SliceLayout(0, SCORES))
@@ -87,7 +94,7 @@ def _add_values(p, v_ring, v_full, acc, step, ST: gl.constexpr):
 
 @gluon.jit
 def _span(
-    acc, p_left, row_max, row_sum, step, begin, end, positions, length, left, right, scale,
+    acc, p_left, row_max, row_sum, step, begin, end, full_low, full_high, positions, length, left, right, scale,
     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, MASK: gl.constexpr,
     BN: gl.constexpr, ST: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
@@ -97,8 +104,11 @@ def _span(
         acc = _add_values(p_left, v_ring, v_full, acc, step, ST)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index((step + 1) % ST))
-        if MASK:
+        if MASK == MASKED:
             s = _masked(s, positions, start, length, left, right, BN, SCORES)
+        elif MASK == WHERE_NEEDED:
+            if (start < full_low) | (start >= full_high):
+                s = _masked(s, positions, start, length, left, right, BN, SCORES)
         p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(step % ST))
@@ -137,51 +147,63 @@ def _compute(
                 s = _scores(q_tile, k_ring, k_full, step, BN, ST, SCORES)
                 s = warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(k_empty.index(step % ST))
-                # The first tile takes the mask whether it needs it or not.
-                s = _masked(s, positions, low, length, left, right, BN, SCORES)
+                if TAIL:
+                    s = _masked(s, positions, low, length, left, right, BN, SCORES)
+                else:
+                    if (low < full_low) | (low >= full_high):
+                        s = _masked(s, positions, low, length, left, right, BN, SCORES)
                 p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
                 p_left = gl.convert_layout(p.to(DTYPE), LEFT)
                 begin = low + BN
-                if WINDOW:
-                    acc, p_left, row_max, row_sum, step = _span(
-                        acc, p_left, row_max, row_sum, step, begin, full_low, positions, length, left, right, scale,
-                        q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, True, BN, ST, SCORES, OUTPUT, LEFT,
-                    )  # fmt: skip
-                    begin = gl.maximum(begin, full_low)
-                acc, p_left, row_max, row_sum, step = _span(
-                    acc, p_left, row_max, row_sum, step, begin, full_high, positions, length, left, right, scale,
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, False, BN, ST, SCORES, OUTPUT, LEFT,
-                )  # fmt: skip
-                begin = gl.maximum(begin, full_high)
-                acc, p_left, row_max, row_sum, step = _span(
-                    acc, p_left, row_max, row_sum, step, begin, end, positions, length, left, right, scale,
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, True, BN, ST, SCORES, OUTPUT, LEFT,
-                )  # fmt: skip
                 if TAIL:
+                    if WINDOW:
+                        acc, p_left, row_max, row_sum, step = _span(
+                            acc, p_left, row_max, row_sum, step, begin, full_low, full_low, full_high, positions,
+                            length, left, right, scale, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                            MASKED, BN, ST, SCORES, OUTPUT, LEFT,
+                        )  # fmt: skip
+                        begin = gl.maximum(begin, full_low)
+                    acc, p_left, row_max, row_sum, step = _span(
+                        acc, p_left, row_max, row_sum, step, begin, full_high, full_low, full_high, positions, length,
+                        left, right, scale, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, PLAIN,
+                        BN, ST, SCORES, OUTPUT, LEFT,
+                    )  # fmt: skip
+                    begin = gl.maximum(begin, full_high)
+                    acc, p_left, row_max, row_sum, step = _span(
+                        acc, p_left, row_max, row_sum, step, begin, end, full_low, full_high, positions, length,
+                        left, right, scale, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, MASKED,
+                        BN, ST, SCORES, OUTPUT, LEFT,
+                    )  # fmt: skip
                     present = length - (end - BN)
                     if present < BN:
                         mbarrier.wait(v_full.index(step % ST), (step // ST) & 1)
                         zero_tail(v_ring.index(step % ST), present, BN, D)
+                else:
+                    acc, p_left, row_max, row_sum, step = _span(
+                        acc, p_left, row_max, row_sum, step, begin, end, full_low, full_high, positions, length,
+                        left, right, scale, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, WHERE_NEEDED,
+                        BN, ST, SCORES, OUTPUT, LEFT,
+                    )  # fmt: skip
                 acc = _add_values(p_left, v_ring, v_full, acc, step, ST)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(step % ST))
                 step += 1
-            scaled = gl.convert_layout(inverse_of(row_sum), gl.SliceLayout(1, OUTPUT))[:, None]
-            result = positive_zero(gl.where(scaled == 0.0, 0.0, acc * scaled).to(DTYPE))
+            row_inverse = inverse_of(row_sum)
             at_stat = (index % lanes).to(gl.int64) * s_q + first_row + tile_row
+            gl.store(lse + at_stat, lse_of(row_max, row_sum), tile_row < rows)
+            scaled = gl.convert_layout(row_inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+            result = positive_zero(gl.where(scaled == 0.0, 0.0, acc * scaled).to(DTYPE))
             if rows >= OFFSET * 64 + 64:
-                # The query buffer is free now: it stages the output, which leaves while the LSE is computed.
+                # The query buffer is free now: it stages the output.
                 q_tile.store(result)
                 fence_async_shared()
                 async_store(o_d, [first_row + OFFSET * 64, index % lanes * D], q_tile)
-                gl.store(lse + at_stat, lse_of(row_max, row_sum))
                 tma.store_wait(0)
             else:
                 r = OFFSET * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
                 d = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
                 at = (first_row + r).to(gl.int64)[:, None] * (lanes * D) + (index % lanes * D + d)[None, :]
                 gl.store(out + at, result, (r < rows)[:, None])
-                gl.store(lse + at_stat, lse_of(row_max, row_sum), tile_row < rows)
             mbarrier.arrive(q_empty)
         first_row, rows, position, _key_row, length = following
 
