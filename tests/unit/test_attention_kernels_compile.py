@@ -135,6 +135,23 @@ def test_so_do_float16_and_pages(arch: str, dtype: str, paged: bool) -> None:
         require(arch, compiled(arch, which, entry, 128, 128, dtype, paged=paged), dtype)
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("d_v", [64, 96, 256])
+def test_the_statistics_of_rows_compile_without_contraction(arch: str, d_v: int) -> None:
+    function = kernel_backward.statistics_kernel
+    values = {"ROWS": 32, "LEVELS": padded(d_v).bit_length() - 1, "DV": d_v, "DV_PAD": padded(d_v)}
+    pointers = dict.fromkeys(("grad_out", "out"), "*bf16") | dict.fromkeys(("lse", "shift", "delta"), "*fp32")
+    signature = {
+        name: "constexpr" if name in values else pointers.get(name, "i32") for name in function.arg_names
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs=values)
+    choices = {"num_warps": 4 if arch == CUDA else 2, "num_stages": 1, "enable_fp_fusion": False}
+    built = triton.compile(source, target=TARGETS[arch], options=choices)
+    assert spilled(arch, built) == 0
+    code = built.asm["ptx" if arch == CUDA else "amdgcn"]
+    assert not re.search(r"\bfma\.rn\.f32|v_(?:pk_)?fmac?_f32", code)
+
+
 def certificate(built: Any) -> Any:
     return certificate_of(Compiled(built.asm["amdgcn"], built.asm["ttgir"], int(built.metadata.shared)))
 

@@ -3,8 +3,8 @@
     producer warp       Q of a tile, then K and V tiles through rings of ST buffers, all by TMA
     two warpgroups      64 query rows each; the scores of the next tile are issued before P V of the last one
 
-A branch around the mask is the fastest here (docs/evidence/attention.md); where other rows lie behind a sequence's last tile (TAIL), spans
-of tiles with and without it take its place.
+A branch around the mask is the fastest here (docs/evidence/attention.md). Where other rows lie behind a sequence's last
+tile (TAIL), spans of tiles with and without the mask take its place.
 
 Positions, rows and keys come from the same table as in the portable kernel; heads and sequences of a batch are columns
 of a two-dimensional view of each operand, so any strides that TMA takes are read in place.
