@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from patches import fingerprint, versions
+from patches import binding, fingerprint, versions
 from patches.errors import DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
 from patches.lock import Lock
-from patches.override import Override
+from patches.override import BINDING, Override
 
 MARK = "__deterministic_rocm__"
 """Attribute of a replacement: the id of its override."""
@@ -58,7 +58,7 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         self.ledger, self.lock = ledger, lock
         self.by_module: dict[str, list[Override]] = {}
         for override in overrides:
-            self.by_module.setdefault(override.target.module, []).append(override)
+            self.by_module.setdefault(override.trigger, []).append(override)
         self._failed: dict[str, OverrideError] = {}
 
     def find_spec(
@@ -88,15 +88,19 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
                 raise
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:
-        original = override.target.value(module)
         file = Path(module.__file__ or "")
         version = versions.beside(file, module.__name__, override.distribution)
+        holder = sys.modules.get(override.target.module)
+        if holder is None:
+            absence = f"no module {override.target.module} after {override.trigger} was imported"
+            raise DriftError(self._drift(override, version, absence))
+        original = override.target.value(holder)
         if original is None:
             if version is not None and override.versions and not versions.matches(version, override.versions):
                 reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
                 self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
                 return
-            absence = f"no {override.target.qualname} in {file}"
+            absence = f"no {override.target.qualname} in {holder.__file__ or file}"
             if version is None and override.versions:
                 # Whether this release ought to have it cannot be told, and pinning cannot help.
                 absence += (
@@ -109,20 +113,15 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         if override.mended is not None and (reason_mended := override.mended(module)) is not None:
             self.ledger.move(override.id, NOT_REQUIRED, reason_mended, version=version)
             return
-        found = fingerprint.of_source(file.read_text(), override.target, override.also)
-        if found is None:
-            raise DriftError(
-                self._drift(
-                    override, version, f"{override.target.qualname} is bound in {file}, but not defined there"
-                )
-            )
-        if found not in self.lock.accepted(str(override.target)):
-            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        if override.kind == BINDING:
+            found = self._reviewed_binding(override, original, version)
+        else:
+            found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
-        setattr(override.target.owner(module), override.target.name, replacement)
+        setattr(override.target.owner(holder), override.target.name, replacement)
         self.ledger.move(
             override.id,
             APPLIED,
@@ -131,6 +130,24 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
             original=original,
             replacement=replacement,
         )
+
+    def _reviewed_source(self, override: Override, file: Path, version: str | None) -> str:
+        found = fingerprint.of_source(file.read_text(), override.target, override.also)
+        if found is None:
+            absence = f"{override.target.qualname} is bound in {file}, but not defined there"
+            raise DriftError(self._drift(override, version, absence))
+        if found not in self.lock.accepted(str(override.target)):
+            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        return found
+
+    def _reviewed_binding(self, override: Override, original: Any, version: str | None) -> str:
+        found = binding.of_function(original)
+        if found is None:
+            unreadable = "a function whose docstring does not begin with one signature, as pybind11 writes it"
+            raise DriftError(self._drift(override, version, unreadable))
+        if not versions.among(version, self.lock.accepted(str(override.target)).get(found, ())):
+            raise DriftError(self._drift(override, version, found))
+        return found
 
     def _drift(self, override: Override, version: str | None, found: str) -> str:
         accepted = self.lock.accepted(str(override.target))

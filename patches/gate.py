@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from patches.errors import GateError
+from patches import operator_schema
+from patches.errors import DriftError, GateError
 from patches.finder import MARK
 from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
+from patches.lock import Lock
 
 
 def settle(ledger: Ledger) -> None:
@@ -27,15 +29,15 @@ def settle(ledger: Ledger) -> None:
     """
     findings: list[str] = []
     for id, entry in ledger.entries.items():
-        target = entry.override.target
+        target, trigger = entry.override.target, entry.override.trigger
         module = sys.modules.get(target.module)
         if entry.state == REFUSED:
             findings.append(f"{id} is refused: {entry.reason}")
-        elif entry.state == ARMED and module is None:
-            ledger.move(id, NOT_REQUIRED, f"{target.module} is not imported in this process")
+        elif entry.state == ARMED and trigger not in sys.modules:
+            ledger.move(id, NOT_REQUIRED, f"{trigger} is not imported in this process")
         elif entry.state == ARMED:
             findings.append(
-                f"{id}: {target.module} is imported, but the finder never saw it; arm before importing it"
+                f"{id}: {trigger} is imported, but the finder never saw it; arm before importing it"
             )
         elif entry.state in (APPLIED, VERIFIED) and module is not None:
             current = target.value(module)
@@ -49,6 +51,7 @@ def settle(ledger: Ledger) -> None:
                 f"{id}: {alias} still holds upstream's {target.name} by value" for alias in aliases(entry)
             ]
             ledger.move(id, VERIFIED)
+            findings += _operators(entry)
     if findings:
         raise GateError(
             "the job may not start: sought every required override verified, found "
@@ -56,6 +59,22 @@ def settle(ledger: Ledger) -> None:
             + ". Mend these, "
             "or run without --deterministic-rocm."
         )
+
+
+def _operators(entry: Entry) -> list[str]:
+    """What is wrong with the torch operators that a replacement calls."""
+    findings: list[str] = []
+    if not entry.override.operators:
+        return findings
+    lock = Lock.read()
+    for operator in entry.override.operators:
+        reviewed = lock.accepted(operator_schema.lock_key(operator))
+        texts = [text.removeprefix(operator_schema.PREFIX) for text in reviewed]
+        try:
+            operator_schema.require_prefix(operator, texts, who=f"override {entry.override.id}")
+        except DriftError as error:
+            findings.append(str(error))
+    return findings
 
 
 def aliases(entry: Entry) -> list[str]:
