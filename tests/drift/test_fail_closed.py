@@ -107,7 +107,7 @@ CASES = [
     Case("tools still find the source", "arm(); import inspect, upstream.core as u; print(inspect.getsource(u).count('def merge'), u.__loader__.__class__.__name__)", ("1 SourceFileLoader",)),
     Case("arming imports no torch and no upstream", "arm(); print('torch' in sys.modules, 'upstream' in sys.modules)", ("False False",)),
     Case("errors are no ImportErrors", "import patches.errors as e; print([n for n, c in vars(e).items() if isinstance(c, type) and issubclass(c, ImportError)])", ("[]",)),
-    Case("`run` on a script whose upstream drifted", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
+    Case("`run` in a mode that does not exist", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
 ]  # fmt: skip
 
 
