@@ -131,7 +131,9 @@ def _run(args: argparse.Namespace) -> int:
         sys.argv = args.command[1:]
         runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(target).resolve().parent)
+        # Python does for a script what it did for `-m`: its folder comes first, unless -P or -I says otherwise.
+        if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+            sys.path[0] = str(Path(target).resolve().parent)
         runpy.run_path(target, run_name="__main__")
     return 0
 

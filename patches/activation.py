@@ -27,7 +27,7 @@ def files() -> list[Path]:
 def pth_line() -> str:
     """One import line, as site.py wants it. Off: two look-ups and no import beyond os and sys."""
     startup = str(_ROOT / "patches" / "startup.py")
-    asked = "any(a.startswith('--deterministic-rocm') for a in sys.orig_argv)"
+    asked = "any(a.startswith('--deterministic-rocm') or a.endswith('patches') for a in sys.orig_argv)"
     return (
         f"import os, sys; (os.environ.get('DETERMINISTIC_ROCM') or {asked}) and "
         f"exec(compile(open({startup!r}).read(), {startup!r}, 'exec'), {{'__file__': {startup!r}}})\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -85,25 +86,89 @@ def test_what_is_wrong_ends_the_interpreter_in_one_sentence(
         assert word in said
 
 
-@pytest.mark.parametrize("where", ["PYTHONPATH", "working directory"])
-def test_a_foreign_patches_package_stops_the_job(python: str, tmp_path: Path, where: str) -> None:
+ON = {"DETERMINISTIC_ROCM": "invariant"}
+WHOSE = (
+    "import sys, patches; from patches.arming import armed_mode; "
+    "print('RAN with', patches.__file__, 'mode', armed_mode())"
+)
+OURS = f"RAN with {ROOT / 'patches' / '__init__.py'} mode invariant"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder that holds somebody else's package `patches`, as a command and as a library, and two scripts."""
     (tmp_path / "patches").mkdir()
-    (tmp_path / "patches" / "__init__.py").write_text("")
-    environment = {"PYTHONPATH": str(tmp_path)} if where == "PYTHONPATH" else {}
-    arguments = ["-c", "print('RAN')"] if where == "PYTHONPATH" else ["-m", "site"]
-    said = call(python, *arguments, cwd=tmp_path, DETERMINISTIC_ROCM="invariant", **environment)
-    if where == "working directory":
-        # `-m` puts the working directory first only after start-up: the armed package is already in place.
-        said = call(
-            python,
-            "-c",
-            "import patches; print(patches.__file__)",
-            cwd=tmp_path,
-            DETERMINISTIC_ROCM="invariant",
-        )
-        assert str(ROOT) in said or "may not start" in said
-        return
-    assert "another package named patches" in said and str(tmp_path) in said and "RAN" not in said
+    (tmp_path / "patches" / "__init__.py").write_text("print('FOREIGN')\n")
+    (tmp_path / "patches" / "__main__.py").write_text("print('FOREIGN')\n")
+    (tmp_path / "train.py").write_text(WHOSE + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["package", "module"])
+def test_a_foreign_patches_package_on_pythonpath_stops_the_job(
+    python: str, foreign: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    if kind == "module":
+        shutil.rmtree(foreign / "patches")
+        (foreign / "patches.py").write_text("print('FOREIGN')\n")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    said = call(python, "-c", "print('RAN')", cwd=elsewhere, PYTHONPATH=str(foreign), **ON)
+    assert "another package named patches" in said and str(foreign) in said and len(said.splitlines()) == 1, (
+        said
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train.py"], ["-c", WHOSE], ["-m", "train"]], ids=["script beside it", "-c", "-m"]
+)
+def test_beside_a_foreign_patches_package_the_armed_one_is_imported(
+    python: str, foreign: Path, arguments: list[str]
+) -> None:
+    """Python puts the folder of a script, or the working directory, first only after the layer has been loaded."""
+    assert call(python, *arguments, cwd=foreign, **ON).splitlines() == [OURS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["-m", "patches", "run", "train.py"], {}),
+        (["-mpatches", "run", "train.py"], {}),
+        (["-um", "patches", "run", "train.py"], ON),
+        (["-m", "patches", "run", "train.py", "--deterministic-rocm"], {}),
+        (["-m", "patches", "status"], ON),
+    ],
+    ids=["run", "-mpatches", "with the variable", "with the flag", "another command with the variable"],
+)
+def test_our_commands_refuse_to_start_beside_a_foreign_patches_package(
+    python: str, foreign: Path, arguments: list[str], environment: dict[str, str]
+) -> None:
+    """`-m` would run the foreign package's `__main__`, and what follows would look armed."""
+    said = call(python, *arguments, cwd=foreign, **environment)
+    assert len(said.splitlines()) == 1 and "another package named patches" in said, said
+    assert str(foreign) in said and "start from another folder" in said
+
+
+def test_off_leaves_a_foreign_patches_package_alone(python: str, foreign: Path) -> None:
+    assert call(python, "-m", "patches", "build", cwd=foreign).splitlines() == ["FOREIGN", "FOREIGN"]
+
+
+def test_run_takes_a_script_that_lies_beside_a_foreign_patches_package(python: str, foreign: Path) -> None:
+    assert call(python, "-m", "patches", "run", str(foreign / "train.py"), cwd=ROOT).splitlines() == [OURS]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P exists from Python 3.11 on")
+def test_run_without_the_working_directory_on_the_path(python: str, foreign: Path) -> None:
+    """-P keeps the foreign package out; `run` then adds no folder either, and drops none."""
+    script = foreign / "train.py"
+    script.write_text(f"{WHOSE}; print(sys.path[0])\n")
+    path = f"{ROOT}{os.pathsep}{foreign.parent}"
+    said = call(python, "-P", "-m", "patches", "run", "train.py", cwd=foreign, PYTHONPATH=path)
+    assert said.splitlines() == [OURS, str(ROOT)]
+
+
+def test_a_script_with_an_argument_like_our_command_is_armed(python: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WHOSE)
+    assert call(python, "train.py", "-m", "patches", cwd=tmp_path, **ON).splitlines() == [OURS]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
