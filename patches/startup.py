@@ -1,4 +1,4 @@
-"""What the ``.pth`` line runs at interpreter start: arm, or end the interpreter with one sentence.
+"""What the ``.pth`` and ``.start`` files run at interpreter start: arm, or end the interpreter with one sentence.
 
 Executed from its path, not imported by name: another ``patches`` may come first on sys.path, and that is exactly what
 must be found out here.
@@ -115,5 +115,4 @@ def _arm_if_asked() -> None:
     arm(asked or exported or "invariant")
 
 
-if __name__ != "patches.startup":
-    main()
+main()
