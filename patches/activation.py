@@ -36,11 +36,25 @@ def contents() -> dict[Path, str]:
 def _statement() -> str:
     """Off: two look-ups and no import beyond os and sys."""
     startup = str(_ROOT / "patches" / "startup.py")
-    asked = "any(a.startswith('--deterministic-rocm') or a.endswith('patches') for a in sys.orig_argv)"
-    return (
-        f"(os.environ.get('DETERMINISTIC_ROCM') or {asked}) and "
-        f"exec(compile(open({startup!r}).read(), {startup!r}, 'exec'), {{'__file__': {startup!r}}})"
-    )
+    asked = "any(words in ' '.join(sys.orig_argv) for words in ('--deterministic-rocm', 'patches run'))"
+    return f"(os.environ.get('DETERMINISTIC_ROCM') or {asked}) and exec({_PROGRAM!r}, {{'__file__': {startup!r}}})"
+
+
+_PROGRAM = """
+import os, sys
+done = False
+try:
+    exec(compile(open(__file__).read(), __file__, "exec"), {"__file__": __file__})
+    done = True
+finally:
+    if not done:
+        sys.stderr.write(
+            f"deterministic-rocm: the job may not start: sought {__file__}, which `python -m patches enable` named; "
+            f"found {sys.exc_info()[1]!r}. With DETERMINISTIC_ROCM unset, `enable` the package in use, or `disable`.\\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+"""
 
 
 def enable() -> list[Path]:

@@ -191,6 +191,25 @@ def test_the_start_file_of_newer_pythons_arms_or_stops_as_well(
         assert len(said.splitlines()) == 1 and "another package named patches" in said
 
 
+def test_a_package_that_is_gone_stops_the_job(tmp_path: Path) -> None:
+    """A checkout that was enabled and then moved: Python would print the line's error and go on unarmed."""
+    shutil.copytree(ROOT / "patches", tmp_path / "checkout" / "patches")
+    for package in ("te_overrides", "megatron_plugins"):
+        (tmp_path / "checkout" / package).symlink_to(ROOT / package)
+    venv.create(tmp_path / "env", symlinks=True)
+    python = str(tmp_path / "env" / "bin" / "python")
+    assert "wrote" in call(python, "-m", "patches", "enable", cwd=tmp_path / "checkout")
+    (tmp_path / "checkout").rename(tmp_path / "moved")
+    said = call(python, "-c", "print('RAN')", cwd=tmp_path, **ON)
+    assert (
+        len(said.splitlines()) == 1 and "may not start" in said and "`enable` the package in use" in said
+    ), said
+    assert str(tmp_path / "checkout" / "patches" / "startup.py") in said and "FileNotFoundError" in said
+    assert call(python, "-c", "print('RAN')", cwd=tmp_path) == "RAN\n"
+    assert "wrote" in call(python, "-m", "patches", "enable", cwd=tmp_path / "moved")
+    assert "mode invariant" in call(python, "-c", SHOW, cwd=tmp_path, **ON)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_of_every_start_method_are_armed(python: str, tmp_path: Path, method: str) -> None:
     script = tmp_path / "parent.py"
