@@ -116,8 +116,16 @@ def _enable(args: argparse.Namespace) -> int:
 
 
 def _disable(args: argparse.Namespace) -> int:
-    for path in activation.disable():
-        print(f"removed {path}")
+    try:
+        for path in activation.disable():
+            print(f"removed {path}")
+    except OSError as error:
+        print(
+            f"sought to remove files from {activation.folder()}, found {error}. The layer stays enabled; it does "
+            "nothing while DETERMINISTIC_ROCM is unset and no command line has the flag.",
+            file=sys.stderr,
+        )
+        return 2
     print(f"enabled at interpreter start: {activation.enabled()}")
     return 0
 

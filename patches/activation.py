@@ -28,8 +28,8 @@ def contents() -> dict[Path, str]:
     statement, module = _statement(), f"{NAME}_start"
     return {
         folder() / f"{NAME}.pth": f"import os, sys; {statement}\n",
-        folder() / f"{NAME}.start": f"{module}:main\n",
         folder() / f"{module}.py": f"import os, sys\n\n\ndef main():\n    {statement}\n",
+        folder() / f"{NAME}.start": f"{module}:main\n",
     }
 
 
@@ -74,7 +74,7 @@ def disable() -> list[Path]:
 
 def enabled() -> str:
     """ "yes", "no", or "stale" where a file is missing or was written by another copy of this package."""
-    found = [path.read_text() if path.exists() else None for path in contents()]
+    found = [path.read_text() if path.is_file() else None for path in contents()]
     if not any(found):
         return "no"
     return "yes" if found == list(contents().values()) else "stale"

@@ -246,12 +246,46 @@ def test_disable_removes_what_enable_wrote(python: str, tmp_path: Path) -> None:
     assert "enabled at interpreter start: yes" in call(python, "-m", "patches", "status", cwd=ROOT)
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_another_way_named(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); from patches import activation, __main__\n"
-        "def refuse(): raise PermissionError('read-only')\n"
-        "activation.enable = refuse\n"
-        "raise SystemExit(__main__.main(['enable']))"
+@pytest.fixture
+def locked(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """An environment whose site-packages refuses every new file, also for root, who ignores permissions."""
+    venv.create(tmp_path / "env", symlinks=True)
+    executable = str(tmp_path / "env" / "bin" / "python")
+    folder = Path(call(executable, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
+    shutil.rmtree(folder)
+    if request.param == "read-only":
+        folder.symlink_to("/sys/kernel")  # the kernel lets nobody make a file there
+    else:
+        folder.write_text("")
+    return executable, folder
+
+
+@pytest.mark.parametrize(
+    ("locked", "found"),
+    [("read-only", "Permission denied"), ("a file", "Not a directory")],
+    ids=["read-only", "no folder"],
+    indirect=["locked"],
+)
+def test_a_folder_that_cannot_be_written_is_told_and_another_way_named(
+    locked: tuple[str, Path], found: str
+) -> None:
+    python, folder = locked
+    (sentence,) = call(python, "-m", "patches", "enable", cwd=ROOT).splitlines()
+    for words in (f"sought to write into {folder}", found, "virtual environment", "python -m patches run"):
+        assert words in sentence, sentence
+    assert "enabled at interpreter start: no" in call(python, "-m", "patches", "status", cwd=ROOT)
+    # The way that the sentence names works there.
+    (folder.parent / "train.py").write_text(SHOW)
+    said = call(python, "-m", "patches", "run", str(folder.parent / "train.py"), cwd=ROOT)
+    assert "mode invariant" in said
+
+
+def test_a_file_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)
+    python = str(tmp_path / "bin" / "python")
+    folder = call(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    (Path(folder) / "deterministic_rocm.pth").mkdir()
+    (sentence,) = call(python, "-m", "patches", "disable", cwd=ROOT).splitlines()[-1:]
+    assert (
+        sentence.startswith(f"sought to remove files from {folder}, found ") and "stays enabled" in sentence
     )
-    said = call(sys.executable, "-c", program, str(ROOT), cwd=tmp_path)
-    assert "read-only" in said and "python -m patches run" in said
