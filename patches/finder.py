@@ -7,19 +7,24 @@ again. A failure is latched: whoever swallows it and imports once more gets the 
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patches import fingerprint, versions
 from patches.errors import DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
 from patches.lock import Lock
 from patches.override import Override
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # Importing them would be a tenth of the time that arming takes, and the import system asks for no base class.
+    Loader = MetaPathFinder = object
 
 MARK = "__deterministic_rocm__"
 """Attribute of a replacement: the id of its override."""
@@ -30,7 +35,7 @@ WAYS_ON = (
 )
 
 
-class OverrideLoader(importlib.abc.Loader):
+class OverrideLoader(Loader):
     """Executes a module as its own loader does, then applies the overrides."""
 
     def __init__(self, inner: Any, finder: OverrideFinder) -> None:
@@ -51,7 +56,7 @@ class OverrideLoader(importlib.abc.Loader):
         return getattr(self._inner, name)
 
 
-class OverrideFinder(importlib.abc.MetaPathFinder):
+class OverrideFinder(MetaPathFinder):
     """Finds nothing by itself: asks the others, and wraps what they found for modules that have targets."""
 
     def __init__(self, overrides: Sequence[Override], ledger: Ledger, lock: Lock) -> None:

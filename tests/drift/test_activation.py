@@ -222,20 +222,38 @@ def test_children_of_every_start_method_are_armed(python: str, tmp_path: Path, m
     assert "mode invariant torch False" in call(python, str(script), "--deterministic-rocm", cwd=tmp_path)
 
 
-def test_start_up_is_free_when_off_and_cheap_when_armed(python: str, tmp_path: Path) -> None:
-    """Off: the line adds less than 1 ms; armed: below 50 ms without torch (loose bounds; figures are printed)."""
-    measure = (
-        "import time, os, sys; t = time.perf_counter(); "
-        "exec(open({path!r}).read()); print('seconds', time.perf_counter() - t)"
-    )
+MEASURE = """
+import os, sys, time
+line = open(sys.argv[1]).read()
+for _ in range(7):
+    if os.fork() == 0:
+        # CPU time: what other processes do meanwhile does not count.
+        before = time.process_time()
+        exec(line)
+        used = time.process_time() - before
+        layer = sys.modules.get("patches")
+        print(used, layer and layer.armed_mode(), "torch" in sys.modules, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "promised"),
+    [({}, "None", 0.001), (ON, "invariant", 0.050)],
+    ids=["off: 1 ms", "armed: 50 ms"],
+)
+def test_start_up_takes_no_longer_than_promised(
+    python: str, environment: dict[str, str], mode: str, promised: float
+) -> None:
+    """The fastest of seven fresh processes, each of which has imported nothing that the layer needs."""
     folder = call(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
     path = str(Path(folder) / "deterministic_rocm.pth")
-    off = float(call(python, "-S", "-c", measure.format(path=path)).split()[-1])
-    armed = float(
-        call(python, "-S", "-c", measure.format(path=path), DETERMINISTIC_ROCM="invariant").split()[-1]
-    )
-    print(f"off {off * 1e3:.3f} ms, armed {armed * 1e3:.1f} ms")
-    assert off < 0.005 and armed < 0.3
+    runs = [line.split() for line in call(python, "-S", "-c", MEASURE, path, **environment).splitlines()]
+    assert [run[1:] for run in runs] == [[mode, "False"]] * 7
+    fastest = min(float(run[0]) for run in runs)
+    print(f"{fastest * 1e3:.3f} ms")
+    assert fastest < promised
 
 
 def test_disable_removes_what_enable_wrote(python: str, tmp_path: Path) -> None:
