@@ -46,6 +46,32 @@ for attempt in (1, 2):
     except {caught} as error:
         print(attempt, type(error).__name__ if not isinstance(error, type) else error)
 """
+SWALLOWED = """
+arm()
+import importlib
+def by_from():
+    from upstream.core import merge
+for attempt, again in enumerate((lambda: __import__("upstream.core"), by_from, lambda: importlib.import_module("upstream.core")), 1):
+    try: import upstream.core; print("LOADED")
+    except: pass
+    try: again(); print("LOADED")
+    except DriftError as error: print(attempt, "DriftError", "merge" if "upstream.core:merge" in str(error) else error)
+print("no leftovers", "upstream.core" not in sys.modules, not hasattr(sys.modules["upstream"], "core"))
+"""
+MENDED_LATER = """
+arm()
+for attempt in (1, 2):
+    try: import upstream.core; print("LOADED")
+    except DriftError: print(attempt, "DriftError")
+    file = pathlib.Path("upstream/core.py")
+    file.write_text(file.read_text().replace("b=3", "b=2"))
+"""
+# A module that goes on without an optional import.
+OPTIONAL = """
+(folder / "upstream" / "consumer.py").write_text(
+    "try:\\n    from upstream.core import merge\\n    HAVE = True\\nexcept {caught}:\\n    HAVE = False\\n"
+)
+"""
 LATE = ("LateActivationError", "upstream.core", "import patches.auto")
 
 CASES = [
@@ -82,9 +108,19 @@ CASES = [
     Case("removed from sys.modules and imported again", "arm(); import upstream.core; del sys.modules['upstream.core']; import upstream.core as u; print(u.merge(1))", ("('ours', 4)",)),
     Case("by-name import after arming", "arm(); from upstream.core import merge; print(merge(1))", ("('ours', 4)",)),
     Case("star import after arming", "arm(); from upstream.core import *; print(merge(1))", ("('ours', 4)",)),
-    Case("drift swallowed by `except ImportError`", TWICE.format(caught="ImportError"), ("DriftError",), upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift is not swallowed by `except ImportError`", "arm()\ntry:\n    import upstream.core\n    print('LOADED')\nexcept ImportError: print('WENT ON')\nprint('REACHED')",
+         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("LOADED", "WENT ON", "REACHED")),
+    Case("a consumer that would do without an ImportError stops the job", "arm(); import upstream.consumer as c\nprint('WENT ON', c.HAVE)",
+         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="ImportError")),
+    Case("the same consumer beside an intact upstream", "arm(); import upstream.consumer as c; print(c.HAVE, c.merge(1))", ("True ('ours', 4)", "exit status 0"), spoil=OPTIONAL.format(caught="ImportError")),
     Case("drift swallowed by `except Exception`", TWICE.format(caught="Exception"), ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
-    Case("drift swallowed bare, then from-imported", "arm()\ntry:\n    import upstream.core\nexcept: pass\nfrom upstream.core import merge", ("DriftError",), upstream=edited("b=2", "b=3")),
+    Case("drift swallowed bare, then imported, from-imported and imported by name", SWALLOWED, ("1 DriftError merge", "2 DriftError merge", "3 DriftError merge", "no leftovers True True"),
+         upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift swallowed bare by a consumer: the next import stops the job", "arm(); import upstream.consumer as c; print(c.HAVE); import upstream.core\nprint('WENT ON')",
+         ("False", *DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="BaseException")),
+    Case("drift swallowed bare by a consumer: the gate stops the job", "l = arm(); import upstream.consumer as c; print(c.HAVE)\nfrom patches import gate; gate.settle(l)\nprint('WENT ON')",
+         ("False", "GateError", "up.merge is refused", "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="BaseException")),
+    Case("a refusal stays when the file is mended in the meantime", MENDED_LATER, ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
     Case("one bad target keeps its whole module out", "arm()\ntry:\n    import upstream.core\nexcept DriftError: print('upstream.core' in sys.modules)", ("False",), upstream=edited("b=2", "b=3")),
     Case("the ledger says REFUSED", "l = arm()\ntry:\n    import upstream.core\nexcept DriftError: print(l.entries['up.merge'].state)", ("REFUSED",), upstream=edited("b=2", "b=3")),
     Case("the ledger says APPLIED and NOT_REQUIRED", "l = arm(); import upstream.core; print([(e.state, e.reason) for e in l.entries.values()])",
