@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patches import fingerprint, versions
-from patches.errors import DriftError, OverrideError
+from patches.errors import ApplyError, DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
 from patches.lock import Lock
 from patches.override import Override
@@ -88,9 +88,20 @@ class OverrideFinder(MetaPathFinder):
             try:
                 self._apply_one(override, module)
             except OverrideError as error:
-                self._failed[module.__name__] = error
-                self.ledger.move(override.id, REFUSED, str(error))
+                self._refuse(override, error)
                 raise
+            except Exception as error:
+                # Above all an ImportError (no triton here): upstream would take its own module for missing and go on.
+                refusal = ApplyError(
+                    f"override {override.id} of {override.target} cannot be applied: {type(error).__name__}: {error}. "
+                    f"Install what is missing, or run without --deterministic-rocm."
+                )
+                self._refuse(override, refusal)
+                raise refusal from error
+
+    def _refuse(self, override: Override, error: OverrideError) -> None:
+        self._failed[override.target.module] = error
+        self.ledger.move(override.id, REFUSED, str(error))
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:
         original = override.target.value(module)

@@ -58,6 +58,10 @@ for attempt, again in enumerate((lambda: __import__("upstream.core"), by_from, l
     except DriftError as error: print(attempt, "DriftError", "merge" if "upstream.core:merge" in str(error) else error)
 print("no leftovers", "upstream.core" not in sys.modules, not hasattr(sys.modules["upstream"], "core"))
 """
+BUILD = """
+file = folder / "declaration.py"
+file.write_text(file.read_text().replace("def replacement", "{}\\n        def replacement"))
+"""
 MENDED_LATER = """
 arm()
 for attempt in (1, 2):
@@ -133,7 +137,14 @@ CASES = [
     Case("duplicate target", FINE, ("RegistryError", "upstream.core:merge"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core:merge\")\\n')"),
     Case("target of another form", FINE, ("TargetError", "upstream.core.merge", "package.module:Qualified.name"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core.merge\")\\n')"),
     Case("empty field", FINE, ("RegistryError", "'why'"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('why=\"w\"', 'why=\"\"'))"),
-    Case("build that raises", FINE, ("ZeroDivisionError",), never=("4 6",), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('def replacement', '1/0\\n        def replacement'))"),
+    Case("build that raises", FINE, ("ApplyError", "up.merge", "ZeroDivisionError", "exit status 1"), never=("4 6",), spoil=BUILD.format("1/0")),
+    Case("build that lacks a package is no missing optional import", "arm()\nimport upstream.consumer as c\nprint('WENT ON', c.HAVE)",
+         ("ApplyError", "up.merge", "No module named 'no_such_kernels'", "Install what is missing", "exit status 1"), never=("WENT ON",),
+         spoil=OPTIONAL.format(caught="ImportError") + BUILD.format("import no_such_kernels")),
+    Case("build that raises, swallowed bare: refused for good", "l = arm()\ntry: import upstream.core\nexcept: pass\nfrom patches import gate\ntry: gate.settle(l)\nexcept GateError as e: print('gate', e)\nimport upstream.core",
+         ("gate ", "up.merge is refused", "ApplyError", "exit status 1"), spoil=BUILD.format("1/0")),
+    Case("module without source", FINE, ("ApplyError", "up.merge", "UnicodeDecodeError", "exit status 1"),
+         spoil="import py_compile; py_compile.compile(str(folder/'upstream'/'core.py'), cfile=str(folder/'upstream'/'core.pyc')); (folder/'upstream'/'core.py').unlink()"),
     Case("consumer inside an import cycle sees the replacement", "arm(); import upstream.core, upstream.consumer as c; print(c.call())", ("('ours', 4)",),
          upstream=UPSTREAM + "\nimport upstream.consumer\n", spoil="(folder/'upstream'/'consumer.py').write_text('import upstream.core as u\\ndef call(): return u.merge(1)\\n')"),
     Case("a forked child is armed", "import os\narm()\npid = os.fork()\nif pid == 0:\n    import upstream.core as u\n    print(u.merge(1)); sys.stdout.flush(); os._exit(0)\nos.waitpid(pid, 0)", ("('ours', 4)",)),
