@@ -13,7 +13,7 @@ from typing import Any
 
 from patches.errors import GateError
 from patches.finder import MARK
-from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
+from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Ledger
 
 
 def settle(ledger: Ledger) -> None:
@@ -26,6 +26,7 @@ def settle(ledger: Ledger) -> None:
             original is still held by value somewhere. All findings in one message.
     """
     findings: list[str] = []
+    kept = aliases(ledger)
     for id, entry in ledger.entries.items():
         target = entry.override.target
         module = sys.modules.get(target.module)
@@ -45,9 +46,10 @@ def settle(ledger: Ledger) -> None:
                     f"{id}: {target} is now {now}; it was replaced after this project did. Remove that patch"
                 )
                 continue
-            findings += [
-                f"{id}: {alias} still holds upstream's {target.name} by value" for alias in aliases(entry)
-            ]
+            if places := kept.get(id):
+                verb = "holds" if len(places) == 1 else "hold"
+                findings.append(f"{id}: {', '.join(places)} still {verb} upstream's {target.name} by value")
+                continue
             ledger.move(id, VERIFIED)
     if findings:
         raise GateError(
@@ -58,15 +60,34 @@ def settle(ledger: Ledger) -> None:
         )
 
 
-def aliases(entry: Entry) -> list[str]:
-    """``module.name`` of every module-level name that is still bound to the original."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", None)
-        if not isinstance(namespace, dict):
-            continue
-        found += [f"{name}.{key}" for key, value in list(namespace.items()) if value is entry.original]
-    return found
+def aliases(ledger: Ledger) -> dict[str, list[str]]:
+    """Override id -> every name that is still bound to its original: ``module.name``, ``module.Class.attribute``.
+
+    Every module and every class in it, once for all overrides. An original inside a container or a closure is not
+    found.
+    """
+    originals = {id(e.original): name for name, e in ledger.entries.items() if e.original is not None}
+    namespaces = [
+        (name, namespace)
+        for name, module in list(sys.modules.items())
+        if isinstance(namespace := getattr(module, "__dict__", None), dict)
+    ]
+    found: dict[str, list[str]] = {}
+    classes: set[int] = set()
+    while namespaces:
+        where, namespace = namespaces.pop()
+        for key, value in list(namespace.items()):
+            # By type(): isinstance would ask lazy modules for their class and import what they stand for.
+            kind = type(value)
+            held = value.__func__ if kind in (staticmethod, classmethod) else value
+            if id(held) in originals:
+                found.setdefault(originals[id(held)], []).append(f"{where}.{key}")
+            elif issubclass(kind, type) and id(value) not in classes:
+                classes.add(id(value))
+                namespaces.append(
+                    (f"{value.__module__}.{value.__qualname__}", type.__getattribute__(value, "__dict__"))
+                )
+    return {name: sorted(places) for name, places in found.items()}
 
 
 def write(ledger: Ledger, path: Path, **facts: Any) -> None:

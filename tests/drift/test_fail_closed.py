@@ -36,6 +36,28 @@ def edited(old: str, new: str) -> str:
     return UPSTREAM.replace(old, new)
 
 
+def consumer(text: str) -> str:
+    """Writes another module of upstream's package."""
+    return f"(folder / 'upstream' / 'consumer.py').write_text({text!r})"
+
+
+def optional(caught: str) -> str:
+    """A consumer that goes on without an import."""
+    return consumer(
+        f"try:\n    from upstream.core import merge\n    HAVE = True\nexcept {caught}:\n    HAVE = False\n"
+    )
+
+
+CYCLE = UPSTREAM + "\nimport upstream.consumer\n"
+SETTLE = """
+l = arm()
+import upstream.core, upstream.consumer as c
+from patches import gate
+gate.settle(l)
+print("WENT ON", c.Mine().forward(3))
+"""
+# Root may read whatever it likes: step down first, after the imports that a stranger might not be allowed.
+NOBODY = "import os, patches.catalogue, patches.finder, patches.lock, patches.registry\nif not os.geteuid(): os.seteuid(65534)\n"
 DRIFT = ("DriftError", "Sought source:", "1.5", "patches pin", "without --deterministic-rocm")
 TWICE = """
 arm()
@@ -70,12 +92,6 @@ for attempt in (1, 2):
     file = pathlib.Path("upstream/core.py")
     file.write_text(file.read_text().replace("b=3", "b=2"))
 """
-# A module that goes on without an optional import.
-OPTIONAL = """
-(folder / "upstream" / "consumer.py").write_text(
-    "try:\\n    from upstream.core import merge\\n    HAVE = True\\nexcept {caught}:\\n    HAVE = False\\n"
-)
-"""
 LATE = ("LateActivationError", "upstream.core", "import patches.auto")
 
 CASES = [
@@ -101,6 +117,20 @@ CASES = [
          ("its own error",), upstream=UPSTREAM + "\n1 / 0\n"),
     Case("imported before arming", "import upstream.core\narm()", LATE),
     Case("by-name import before arming", "from upstream.core import merge\narm()", LATE),
+    Case("armed from inside an import cycle, the target half-imported", "import upstream.core\nprint('WENT ON')",
+         ("LateActivationError", "upstream.core is being imported already", "import patches.auto", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("import pathlib, patches\npatches.arm('invariant', declarations=['declaration'], lock_path=pathlib.Path('lock.json'))")),
+    Case("subclass of a class with a target, defined before arming", "from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\narm()\nprint('WENT ON')",
+         (*LATE, "had been imported already", "exit status 1"), never=("WENT ON",)),
+    Case("subclasses defined after arming call the replacement", "arm(); from upstream.core import Model\nclass Mine(Model):\n    def forward(self, x): return 'mine', super().forward(x)\nclass Heir(Model): step = Model.forward\nprint(Mine().forward(3), Heir().forward(3), Heir().step(3))",
+         ("('mine', ('ours', 6)) ('ours', 6) ('ours', 6)",)),
+    Case("a subclass made inside an import cycle inherits the replacement", SETTLE, ("WENT ON ('ours', 6)", "exit status 0"),
+         upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model): pass")),
+    Case("a name taken by value inside an import cycle is found by the gate", SETTLE, ("GateError", "up.merge: upstream.consumer.kept still holds upstream's merge by value", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("from upstream.core import merge as kept")),
+    Case("a method taken by value inside an import cycle is found by the gate", SETTLE,
+         ("GateError", "up.forward: upstream.consumer.Mine.held, upstream.consumer.Mine.step still hold upstream's forward by value", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\n    held = staticmethod(Model.forward)")),
     Case("armed after a failed arming", "import upstream.core\ntry:\n    arm()\nexcept LateActivationError: pass\nprint(patches.armed_mode())", ("None",)),
     Case("armed twice", "a = arm(); b = arm(); import upstream.core as u; print(a is b, u.merge(1))", ("True ('ours', 4)",), never=("('ours', ('ours'",)),
     Case("two modes", "arm('stable'); arm('invariant')", ("ModeError", "'stable'", "'invariant'")),
@@ -115,15 +145,15 @@ CASES = [
     Case("drift is not swallowed by `except ImportError`", "arm()\ntry:\n    import upstream.core\n    print('LOADED')\nexcept ImportError: print('WENT ON')\nprint('REACHED')",
          (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("LOADED", "WENT ON", "REACHED")),
     Case("a consumer that would do without an ImportError stops the job", "arm(); import upstream.consumer as c\nprint('WENT ON', c.HAVE)",
-         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="ImportError")),
-    Case("the same consumer beside an intact upstream", "arm(); import upstream.consumer as c; print(c.HAVE, c.merge(1))", ("True ('ours', 4)", "exit status 0"), spoil=OPTIONAL.format(caught="ImportError")),
+         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("ImportError")),
+    Case("the same consumer beside an intact upstream", "arm(); import upstream.consumer as c; print(c.HAVE, c.merge(1))", ("True ('ours', 4)", "exit status 0"), spoil=optional("ImportError")),
     Case("drift swallowed by `except Exception`", TWICE.format(caught="Exception"), ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
     Case("drift swallowed bare, then imported, from-imported and imported by name", SWALLOWED, ("1 DriftError merge", "2 DriftError merge", "3 DriftError merge", "no leftovers True True"),
          upstream=edited("b=2", "b=3"), never=("LOADED",)),
     Case("drift swallowed bare by a consumer: the next import stops the job", "arm(); import upstream.consumer as c; print(c.HAVE); import upstream.core\nprint('WENT ON')",
-         ("False", *DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="BaseException")),
+         ("False", *DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("BaseException")),
     Case("drift swallowed bare by a consumer: the gate stops the job", "l = arm(); import upstream.consumer as c; print(c.HAVE)\nfrom patches import gate; gate.settle(l)\nprint('WENT ON')",
-         ("False", "GateError", "up.merge is refused", "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=OPTIONAL.format(caught="BaseException")),
+         ("False", "GateError", "up.merge is refused", "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("BaseException")),
     Case("a refusal stays when the file is mended in the meantime", MENDED_LATER, ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
     Case("one bad target keeps its whole module out", "arm()\ntry:\n    import upstream.core\nexcept DriftError: print('upstream.core' in sys.modules)", ("False",), upstream=edited("b=2", "b=3")),
     Case("the ledger says REFUSED", "l = arm()\ntry:\n    import upstream.core\nexcept DriftError: print(l.entries['up.merge'].state)", ("REFUSED",), upstream=edited("b=2", "b=3")),
@@ -131,6 +161,9 @@ CASES = [
          ("NOT_REQUIRED", "3.1 has no such function", "APPLIED"), upstream=edited("def merge", "def merge_lse"), version="3.1"),
     Case("lock missing", FINE, ("LockError", "lock.json", "FileNotFoundError", "Reinstall"), spoil="(folder/'lock.json').unlink()"),
     Case("lock is no JSON", FINE, ("LockError", "JSONDecodeError"), spoil="(folder/'lock.json').write_text('{')"),
+    Case("lock that may not be read", NOBODY + FINE, ("LockError", "lock.json", "PermissionError", "Reinstall", "exit status 1"), never=("ours",),
+         spoil="(folder/'lock.json').chmod(0); folder.chmod(0o755)"),
+    Case("lock that is a folder", FINE, ("LockError", "lock.json", "IsADirectoryError", "Reinstall", "exit status 1"), spoil="(folder/'lock.json').unlink(); (folder/'lock.json').mkdir()"),
     Case("lock of another schema", FINE, ("LockError", "schema 9"), spoil="(folder/'lock.json').write_text('{\"schema\": 9}')"),
     Case("lock without the target", FINE, ("DriftError", "none was ever pinned"), spoil="(folder/'lock.json').write_text('{\"schema\": 1, \"targets\": {}}')"),
     Case("duplicate id", FINE, ("RegistryError", "up.merge", "Rename"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"up.merge\", \"upstream.core:helper\")\\n')"),
@@ -140,13 +173,13 @@ CASES = [
     Case("build that raises", FINE, ("ApplyError", "up.merge", "ZeroDivisionError", "exit status 1"), never=("4 6",), spoil=BUILD.format("1/0")),
     Case("build that lacks a package is no missing optional import", "arm()\nimport upstream.consumer as c\nprint('WENT ON', c.HAVE)",
          ("ApplyError", "up.merge", "No module named 'no_such_kernels'", "Install what is missing", "exit status 1"), never=("WENT ON",),
-         spoil=OPTIONAL.format(caught="ImportError") + BUILD.format("import no_such_kernels")),
+         spoil=optional("ImportError") + BUILD.format("import no_such_kernels")),
     Case("build that raises, swallowed bare: refused for good", "l = arm()\ntry: import upstream.core\nexcept: pass\nfrom patches import gate\ntry: gate.settle(l)\nexcept GateError as e: print('gate', e)\nimport upstream.core",
          ("gate ", "up.merge is refused", "ApplyError", "exit status 1"), spoil=BUILD.format("1/0")),
     Case("module without source", FINE, ("ApplyError", "up.merge", "UnicodeDecodeError", "exit status 1"),
          spoil="import py_compile; py_compile.compile(str(folder/'upstream'/'core.py'), cfile=str(folder/'upstream'/'core.pyc')); (folder/'upstream'/'core.py').unlink()"),
     Case("consumer inside an import cycle sees the replacement", "arm(); import upstream.core, upstream.consumer as c; print(c.call())", ("('ours', 4)",),
-         upstream=UPSTREAM + "\nimport upstream.consumer\n", spoil="(folder/'upstream'/'consumer.py').write_text('import upstream.core as u\\ndef call(): return u.merge(1)\\n')"),
+         upstream=CYCLE, spoil=consumer("import upstream.core as u\ndef call(): return u.merge(1)\n")),
     Case("a forked child is armed", "import os\narm()\npid = os.fork()\nif pid == 0:\n    import upstream.core as u\n    print(u.merge(1)); sys.stdout.flush(); os._exit(0)\nos.waitpid(pid, 0)", ("('ours', 4)",)),
     Case("a child process inherits the variable", "import subprocess\narm()\nprint(subprocess.run([sys.executable, '-c', 'import patches; from patches.arming import mode_from_environment as m; print(m())'], capture_output=True, text=True).stdout)", ("invariant",)),
     Case("a replaced function pickles by name", "arm(); import pickle, upstream.core as u; print(pickle.loads(pickle.dumps(u.merge)) is u.merge)", ("True",)),
