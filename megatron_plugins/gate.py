@@ -81,8 +81,7 @@ def _check_process(ledger: Any) -> None:
         _compare_with_rank_0(ledger.digest(), rank)
     _compare_with_checkpoint(ledger.digest())
     if rank == 0:
-        for path in [ledger_path(), *_beside("save")]:
-            patch_gate.write(ledger, path, world_size=size)
+        patch_gate.write(ledger, [ledger_path(), *_beside("save")], world_size=size)
         print(f"{patch_gate.table(ledger)}\n  ledger: {ledger_path()}", flush=True)
     _process_passed = True
 

@@ -11,12 +11,12 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patches import fingerprint, versions
 from patches.errors import ApplyError, DriftError, OverrideError
-from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
+from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
 from patches.lock import Lock
 from patches.override import Override
 
@@ -33,6 +33,19 @@ WAYS_ON = (
     "Ways on: (1) review the change, then accept it with `python -m patches pin {id}`; (2) install an upstream release "
     "listed above; (3) run without --deterministic-rocm."
 )
+
+
+def _noting_calls(entry: Entry, function: FunctionType) -> FunctionType:
+    """`function`, which says in the ledger that it was called.
+
+    The mark is stored, never read: torch.compile then has nothing to guard on and compiles once. Counting would read.
+    """
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        entry.called = True
+        return function(*args, **kwargs)
+
+    return noting  # type: ignore[return-value]
 
 
 class OverrideLoader(Loader):
@@ -135,6 +148,10 @@ class OverrideFinder(MetaPathFinder):
         if found not in self.lock.accepted(str(override.target)):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))
         replacement = override.build(original)
+        entry = self.ledger.entries[override.id]
+        if isinstance(replacement, FunctionType):
+            entry.called = bool(entry.called)
+            replacement = _noting_calls(entry, replacement)
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)

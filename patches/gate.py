@@ -6,8 +6,11 @@ Standard library only. Exchanging digests between ranks and looking at a model i
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +93,42 @@ def aliases(ledger: Ledger) -> dict[str, list[str]]:
     return {name: sorted(places) for name, places in found.items()}
 
 
-def write(ledger: Ledger, path: Path, **facts: Any) -> None:
-    """Write the ledger file: mode, digest, one entry an override, and whatever the framework adds."""
-    path.write_text(json.dumps({**ledger.as_dict(), **facts}, indent=1) + "\n")
+def write(ledger: Ledger, paths: Sequence[Path], **facts: Any) -> None:
+    """Write the ledger files now, and once more at exit, when what was called is known.
+
+    The content: mode, digest, one entry an override, `written` ("before the first forward" or "at exit"), `pid`, and
+    what the framework adds.
+    A process that is killed, or leaves by ``os._exit`` as children of multiprocessing do, leaves the first version. A
+    file that another run has written since is left alone.
+    """
+
+    def text(written: str) -> str:
+        return json.dumps({**ledger.as_dict(), "written": written, "pid": pid, **facts}, indent=1) + "\n"
+
+    pid = os.getpid()
+    first = text("before the first forward")
+    places = [path.absolute() for path in paths]
+    for path in places:
+        path.write_text(first)
+    atexit.register(_write_at_exit, ledger, places, first, text, pid)
+
+
+def _write_at_exit(
+    ledger: Ledger, places: list[Path], first: str, text: Callable[[str], str], pid: int
+) -> None:
+    if os.getpid() != pid:
+        return  # a forked child that ends before its parent
+    for path in places:
+        try:
+            if path.read_text() == first:
+                path.write_text(text("at exit"))
+        except OSError as error:
+            print(
+                f"deterministic-rocm: sought to complete {path}, found {error}", file=sys.stderr, flush=True
+            )
+    idle = [id for id, entry in ledger.entries.items() if entry.state == VERIFIED and entry.called is False]
+    if idle:
+        print(f"deterministic-rocm: installed, never called in this process: {', '.join(idle)}", flush=True)
 
 
 def table(ledger: Ledger) -> str:

@@ -5,6 +5,7 @@ megatron-core 0.17.1 is the newest release whose wheel carries ``megatron.traini
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -75,8 +76,13 @@ def output(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     result = tmp_path_factory.mktemp("train") / "one.pt"
-    done = train(result, 1, f"--deterministic-rocm {ONE}")
+    ledger = result.with_name("ledger.json")
+    done = train(result, 1, f"--deterministic-rocm {ONE}", DETERMINISTIC_ROCM_LEDGER=str(ledger))
     assert done.returncode == 0, output(done)
+    said = json.loads(ledger.read_text())
+    assert said["written"] == "at exit" and "never called" not in done.stdout
+    ours = {entry["id"]: entry for entry in said["overrides"] if entry["id"].startswith("megatron.")}
+    assert ours and all(entry["state"] == "VERIFIED" and entry["called"] for entry in ours.values()), ours
     assert "spec ['megatron_plugins.layer_specs', 'deterministic_gpt_layer_spec']" in done.stdout
     return torch.load(result)  # type: ignore[no-any-return]
 

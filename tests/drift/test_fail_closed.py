@@ -56,6 +56,36 @@ from patches import gate
 gate.settle(l)
 print("WENT ON", c.Mine().forward(3))
 """
+LEDGER = """
+import atexit, json
+ledger = pathlib.Path("ledger.json")
+def show():
+    said = json.loads(ledger.read_text())
+    print({{o["id"]: o["called"] for o in said["overrides"]}}, said["written"])
+atexit.register(show)
+l = arm(); import upstream.core as u
+from patches import gate
+gate.settle(l); gate.write(l, [ledger]); show()
+{}
+"""
+COMPILED = """
+import torch, torch._dynamo
+l = arm(); import upstream.core as u
+torch._dynamo.config.error_on_recompile = True
+x, model = torch.arange(4.0), u.Model()
+for backend in ("eager", "aot_eager"):
+    for what, function, entry, want in (
+        ("caller", lambda x: u.merge(x * 2), "up.merge", x * 2 + 3),
+        ("itself", u.merge, "up.merge", x + 3),
+        ("method", lambda x: model.forward(x + 1), "up.forward", (x + 1) * 2),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=False)
+        l.entries[entry].called = False
+        results = [compiled(x) for _ in range(3)]
+        equal = all(name == "ours" and torch.equal(value, want) for name, value in results)
+        print(backend, what, results[0][0], len(results), equal, l.entries[entry].called)
+"""
 # Root may read whatever it likes: step down first, after the imports that a stranger might not be allowed.
 NOBODY = "import os, patches.catalogue, patches.finder, patches.lock, patches.registry\nif not os.geteuid(): os.seteuid(65534)\n"
 DRIFT = ("DriftError", "Sought source:", "1.5", "patches pin", "without --deterministic-rocm")
@@ -180,6 +210,23 @@ CASES = [
          spoil="import py_compile; py_compile.compile(str(folder/'upstream'/'core.py'), cfile=str(folder/'upstream'/'core.pyc')); (folder/'upstream'/'core.py').unlink()"),
     Case("consumer inside an import cycle sees the replacement", "arm(); import upstream.core, upstream.consumer as c; print(c.call())", ("('ours', 4)",),
          upstream=CYCLE, spoil=consumer("import upstream.core as u\ndef call(): return u.merge(1)\n")),
+    Case("installed, never called: the ledger and the log say so at exit", LEDGER.format("u.Model().forward(3)"),
+         ("{'up.merge': False, 'up.forward': True} at exit", "deterministic-rocm: installed, never called in this process: up.merge\n", "exit status 0")),
+    Case("everything called: nothing to say at exit", LEDGER.format("u.merge(1); u.Model().forward(3)"),
+         ("{'up.merge': True, 'up.forward': True} at exit",), never=("never called",)),
+    Case("called before a reload is called after it", LEDGER.format("u.merge(1); u.Model().forward(3); import importlib; importlib.reload(u)"),
+         ("{'up.merge': True, 'up.forward': True} at exit",), never=("never called",)),
+    Case("only upstream's original was called", LEDGER.format("u.merge.__wrapped__(1); u.Model().forward(3)"), ("{'up.merge': False, 'up.forward': True} at exit",)),
+    Case("a process that does not come to its end leaves the gate's ledger", LEDGER.format("u.merge(1); show(); sys.stdout.flush(); import os; os._exit(3)"),
+         ("{'up.merge': False, 'up.forward': False} before the first forward", "exit status 3"), never=("at exit",)),
+    Case("a forked child that ends does not end the parent's ledger", LEDGER.format("import os\nif os.fork() == 0: sys.exit()\nos.wait(); atexit.unregister(show); show(); sys.stdout.flush(); os._exit(0)"),
+         ("{'up.merge': False, 'up.forward': False} before the first forward\n{'up.merge': False, 'up.forward': False} before the first forward",), never=("at exit", "never called")),
+    Case("another run's ledger is left alone at exit", LEDGER.format("u.merge(1); other = ledger.read_text().replace('before', 'long before'); ledger.write_text(other)"), ("long before the first forward",), never=("at exit",)),
+    Case("a ledger that is gone at exit is told", LEDGER.format("u.merge(1); ledger.rename('elsewhere'); atexit.unregister(show)"), ("sought to complete", "ledger.json", "No such file", "exit status 0")),
+    Case("a replacement that is no function cannot tell", LEDGER.format("u.merge(1)"), ("{'up.merge': None, 'up.forward': None} before the first forward", "{'up.merge': None, 'up.forward': None} at exit"), never=("never called",),
+         spoil="file = folder / 'declaration.py'\nfile.write_text(file.read_text().replace('return replacement', 'class Callable:\\n            __call__ = staticmethod(replacement)\\n        return Callable()'))"),
+    Case("an outer torch.compile runs the replacement, compiled once", COMPILED,
+         ("eager caller ours 3 True True", "eager itself ours 3 True True", "eager method ours 3 True True", "aot_eager caller ours 3 True True", "aot_eager itself ours 3 True True", "aot_eager method ours 3 True True", "exit status 0")),
     Case("a forked child is armed", "import os\narm()\npid = os.fork()\nif pid == 0:\n    import upstream.core as u\n    print(u.merge(1)); sys.stdout.flush(); os._exit(0)\nos.waitpid(pid, 0)", ("('ours', 4)",)),
     Case("a child process inherits the variable", "import subprocess\narm()\nprint(subprocess.run([sys.executable, '-c', 'import patches; from patches.arming import mode_from_environment as m; print(m())'], capture_output=True, text=True).stdout)", ("invariant",)),
     Case("a replaced function pickles by name", "arm(); import pickle, upstream.core as u; print(pickle.loads(pickle.dumps(u.merge)) is u.merge)", ("True",)),
