@@ -127,8 +127,16 @@ def _enable(args: argparse.Namespace) -> int:
 
 
 def _disable(args: argparse.Namespace) -> int:
-    for path in activation.disable():
-        print(f"removed {path}")
+    try:
+        for path in activation.disable():
+            print(f"removed {path}")
+    except OSError as error:
+        print(
+            f"sought to remove files from {activation.folder()}, found {error}. The layer stays enabled; it does "
+            "nothing while DETERMINISTIC_ROCM is unset and no command line has the flag.",
+            file=sys.stderr,
+        )
+        return 2
     print(f"enabled at interpreter start: {activation.enabled()}")
     return 0
 
@@ -142,7 +150,9 @@ def _run(args: argparse.Namespace) -> int:
         sys.argv = args.command[1:]
         runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(target).resolve().parent)
+        # Python does for a script what it did for `-m`: its folder comes first, unless -P or -I says otherwise.
+        if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+            sys.path[0] = str(Path(target).resolve().parent)
         runpy.run_path(target, run_name="__main__")
     return 0
 

@@ -7,19 +7,24 @@ again. A failure is latched: whoever swallows it and imports once more gets the 
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from patches import binding, fingerprint, versions
-from patches.errors import DriftError, OverrideError
-from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
+from patches.errors import ApplyError, DriftError, OverrideError
+from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
 from patches.lock import Lock
 from patches.override import BINDING, Override
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # Importing them would be a tenth of the time that arming takes, and the import system asks for no base class.
+    Loader = MetaPathFinder = object
 
 MARK = "__deterministic_rocm__"
 """Attribute of a replacement: the id of its override."""
@@ -30,7 +35,20 @@ WAYS_ON = (
 )
 
 
-class OverrideLoader(importlib.abc.Loader):
+def _noting_calls(entry: Entry, function: FunctionType) -> FunctionType:
+    """`function`, which says in the ledger that it was called.
+
+    The mark is stored, never read: torch.compile then has nothing to guard on and compiles once. Counting would read.
+    """
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        entry.called = True
+        return function(*args, **kwargs)
+
+    return noting  # type: ignore[return-value]
+
+
+class OverrideLoader(Loader):
     """Executes a module as its own loader does, then applies the overrides."""
 
     def __init__(self, inner: Any, finder: OverrideFinder) -> None:
@@ -51,7 +69,7 @@ class OverrideLoader(importlib.abc.Loader):
         return getattr(self._inner, name)
 
 
-class OverrideFinder(importlib.abc.MetaPathFinder):
+class OverrideFinder(MetaPathFinder):
     """Finds nothing by itself: asks the others, and wraps what they found for modules that have targets."""
 
     def __init__(self, overrides: Sequence[Override], ledger: Ledger, lock: Lock) -> None:
@@ -83,9 +101,20 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
             try:
                 self._apply_one(override, module)
             except OverrideError as error:
-                self._failed[module.__name__] = error
-                self.ledger.move(override.id, REFUSED, str(error))
+                self._refuse(override, error)
                 raise
+            except Exception as error:
+                # Above all an ImportError (no triton here): upstream would take its own module for missing and go on.
+                refusal = ApplyError(
+                    f"override {override.id} of {override.target} cannot be applied: {type(error).__name__}: {error}. "
+                    f"Install what is missing, or run without --deterministic-rocm."
+                )
+                self._refuse(override, refusal)
+                raise refusal from error
+
+    def _refuse(self, override: Override, error: OverrideError) -> None:
+        self._failed[override.trigger] = error
+        self.ledger.move(override.id, REFUSED, str(error))
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:
         file = Path(module.__file__ or "")
@@ -118,6 +147,10 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         else:
             found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
+        entry = self.ledger.entries[override.id]
+        if isinstance(replacement, FunctionType):
+            entry.called = bool(entry.called)
+            replacement = _noting_calls(entry, replacement)
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)

@@ -118,6 +118,7 @@ def status() -> list[dict[str, Any]]:
                 "target": str(override.target),
                 "state": entry.state if entry is not None else NOT_ARMED,
                 "reason": entry.reason if entry is not None else None,
+                "called": entry.called if entry is not None else None,
                 "modes": list(override.modes),
                 "fingerprint": finding.found,
                 "installed": finding.verdict,
