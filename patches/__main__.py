@@ -8,11 +8,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from patches import activation, report
+from patches import activation, operator_schema, report
 from patches.arming import arm, armed_mode, mode_from_environment
 from patches.errors import OverrideError
 from patches.lock import Lock
-from patches.override import MODES
+from patches.override import BINDING, MODES
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -60,7 +60,18 @@ def _check(args: argparse.Namespace) -> int:
 def _pin(args: argparse.Namespace) -> int:
     lock, changed = Lock.read(), 0
     for override in report.overrides(args.ids):
+        if args.tree is None and (override.kind == BINDING or override.operators):
+            # Signatures and schemas are there once their module is; a package that is not installed is told below.
+            report.load(override)
         finding = report.examine(override, lock, args.tree)
+        for operator in override.operators:
+            schema = operator_schema.registered(operator)
+            version = args.version or finding.version
+            if schema is None or version is None:
+                print(f"skipped  operator {operator}: not registered in this process")
+            elif lock.accept(operator_schema.lock_key(operator), operator_schema.PREFIX + schema, version):
+                changed += 1
+                print(f"pinned   operator {operator} {version} {schema}")
         if finding.found is None:
             print(f"skipped  {finding.sentence()}")
             continue

@@ -75,7 +75,7 @@ def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path
     lock = Lock.read() if lock_path is None else Lock.read(lock_path)
     catalogue.declare_all(declarations)
     overrides = REGISTRY.of_mode(mode)
-    late = sorted({o.target.module for o in overrides if o.target.module in sys.modules})
+    late = sorted({o.trigger for o in overrides if o.trigger in sys.modules})
     if late:
         raise LateActivationError(
             f"the layer was to be armed as {mode!r}, but {', '.join(map(_how_far, late))} already, so other "

@@ -13,6 +13,8 @@ DECLARATIONS = (
     "te_overrides.out_correction_second_half",
     "te_overrides.incremental_out_correction",
     "te_overrides.incremental_out_correction_second_half",
+    "te_overrides.thd_second_half_lse_correction",
+    "te_overrides.thd_out_correction",
     "te_overrides.context_parallel_runtime",
     "megatron_plugins.overrides.rope",
     "megatron_plugins.overrides.block_final_norm",

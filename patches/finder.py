@@ -14,11 +14,11 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from patches import fingerprint, versions
+from patches import binding, fingerprint, versions
 from patches.errors import ApplyError, DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
 from patches.lock import Lock
-from patches.override import Override
+from patches.override import BINDING, Override
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -76,7 +76,7 @@ class OverrideFinder(MetaPathFinder):
         self.ledger, self.lock = ledger, lock
         self.by_module: dict[str, list[Override]] = {}
         for override in overrides:
-            self.by_module.setdefault(override.target.module, []).append(override)
+            self.by_module.setdefault(override.trigger, []).append(override)
         self._failed: dict[str, OverrideError] = {}
 
     def find_spec(
@@ -101,7 +101,7 @@ class OverrideFinder(MetaPathFinder):
             try:
                 self._apply_one(override, module)
             except OverrideError as error:
-                self._refuse(override, error)
+                self._refuse(module, override, error)
                 raise
             except Exception as error:
                 # Above all an ImportError (no triton here): upstream would take its own module for missing and go on.
@@ -109,23 +109,27 @@ class OverrideFinder(MetaPathFinder):
                     f"override {override.id} of {override.target} cannot be applied: {type(error).__name__}: {error}. "
                     f"Install what is missing, or run without --deterministic-rocm."
                 )
-                self._refuse(override, refusal)
+                self._refuse(module, override, refusal)
                 raise refusal from error
 
-    def _refuse(self, override: Override, error: OverrideError) -> None:
-        self._failed[override.target.module] = error
+    def _refuse(self, module: ModuleType, override: Override, error: OverrideError) -> None:
+        self._failed[module.__name__] = error
         self.ledger.move(override.id, REFUSED, str(error))
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:
-        original = override.target.value(module)
         file = Path(module.__file__ or "")
         version = versions.beside(file, module.__name__, override.distribution)
+        holder = sys.modules.get(override.target.module)
+        if holder is None:
+            absence = f"no module {override.target.module} after {override.trigger} was imported"
+            raise DriftError(self._drift(override, version, absence))
+        original = override.target.value(holder)
         if original is None:
             if version is not None and override.versions and not versions.matches(version, override.versions):
                 reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
                 self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
                 return
-            absence = f"no {override.target.qualname} in {file}"
+            absence = f"no {override.target.qualname} in {holder.__file__ or file}"
             if version is None and override.versions:
                 # Whether this release ought to have it cannot be told, and pinning cannot help.
                 absence += (
@@ -138,15 +142,10 @@ class OverrideFinder(MetaPathFinder):
         if override.mended is not None and (reason_mended := override.mended(module)) is not None:
             self.ledger.move(override.id, NOT_REQUIRED, reason_mended, version=version)
             return
-        found = fingerprint.of_source(file.read_text(), override.target, override.also)
-        if found is None:
-            raise DriftError(
-                self._drift(
-                    override, version, f"{override.target.qualname} is bound in {file}, but not defined there"
-                )
-            )
-        if found not in self.lock.accepted(str(override.target)):
-            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        if override.kind == BINDING:
+            found = self._reviewed_binding(override, original, version)
+        else:
+            found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
         entry = self.ledger.entries[override.id]
         if isinstance(replacement, FunctionType):
@@ -155,7 +154,7 @@ class OverrideFinder(MetaPathFinder):
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
-        setattr(override.target.owner(module), override.target.name, replacement)
+        setattr(override.target.owner(holder), override.target.name, replacement)
         self.ledger.move(
             override.id,
             APPLIED,
@@ -164,6 +163,24 @@ class OverrideFinder(MetaPathFinder):
             original=original,
             replacement=replacement,
         )
+
+    def _reviewed_source(self, override: Override, file: Path, version: str | None) -> str:
+        found = fingerprint.of_source(file.read_text(), override.target, override.also)
+        if found is None:
+            absence = f"{override.target.qualname} is bound in {file}, but not defined there"
+            raise DriftError(self._drift(override, version, absence))
+        if found not in self.lock.accepted(str(override.target)):
+            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        return found
+
+    def _reviewed_binding(self, override: Override, original: Any, version: str | None) -> str:
+        found = binding.of_function(original)
+        if found is None:
+            unreadable = "a function whose docstring does not begin with one signature, as pybind11 writes it"
+            raise DriftError(self._drift(override, version, unreadable))
+        if not versions.among(version, self.lock.accepted(str(override.target)).get(found, ())):
+            raise DriftError(self._drift(override, version, found))
+        return found
 
     def _drift(self, override: Override, version: str | None, found: str) -> str:
         accepted = self.lock.accepted(str(override.target))

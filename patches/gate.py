@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from patches.errors import GateError
+from patches import operator_schema
+from patches.errors import DriftError, GateError
 from patches.finder import MARK
-from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Ledger
+from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
+from patches.lock import Lock
 
 
 def settle(ledger: Ledger) -> None:
@@ -31,15 +33,15 @@ def settle(ledger: Ledger) -> None:
     findings: list[str] = []
     kept = aliases(ledger)
     for id, entry in ledger.entries.items():
-        target = entry.override.target
+        target, trigger = entry.override.target, entry.override.trigger
         module = sys.modules.get(target.module)
         if entry.state == REFUSED:
             findings.append(f"{id} is refused: {entry.reason}")
-        elif entry.state == ARMED and module is None:
-            ledger.move(id, NOT_REQUIRED, f"{target.module} is not imported in this process")
+        elif entry.state == ARMED and trigger not in sys.modules:
+            ledger.move(id, NOT_REQUIRED, f"{trigger} is not imported in this process")
         elif entry.state == ARMED:
             findings.append(
-                f"{id}: {target.module} is imported, but the finder never saw it; arm before importing it"
+                f"{id}: {trigger} is imported, but the finder never saw it; arm before importing it"
             )
         elif entry.state in (APPLIED, VERIFIED) and module is not None:
             current = target.value(module)
@@ -53,6 +55,9 @@ def settle(ledger: Ledger) -> None:
                 verb = "holds" if len(places) == 1 else "hold"
                 findings.append(f"{id}: {', '.join(places)} still {verb} upstream's {target.name} by value")
                 continue
+            if wrong := _operators(entry):
+                findings += wrong
+                continue
             ledger.move(id, VERIFIED)
     if findings:
         raise GateError(
@@ -61,6 +66,22 @@ def settle(ledger: Ledger) -> None:
             + ". Mend these, "
             "or run without --deterministic-rocm."
         )
+
+
+def _operators(entry: Entry) -> list[str]:
+    """What is wrong with the torch operators that a replacement calls."""
+    findings: list[str] = []
+    if not entry.override.operators:
+        return findings
+    lock = Lock.read()
+    for operator in entry.override.operators:
+        reviewed = lock.accepted(operator_schema.lock_key(operator))
+        texts = [text.removeprefix(operator_schema.PREFIX) for text in reviewed]
+        try:
+            operator_schema.require_prefix(operator, texts, who=f"override {entry.override.id}")
+        except DriftError as error:
+            findings.append(str(error))
+    return findings
 
 
 def aliases(ledger: Ledger) -> dict[str, list[str]]:

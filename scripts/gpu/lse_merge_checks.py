@@ -287,46 +287,8 @@ def bench(function: Callable[[], Any]) -> float:
     return float(do_bench(function, warmup=20, rep=100, return_mode="median"))
 
 
-def conversion_cost() -> dict[str, float]:
-    """What a conversion between float32 and float64 costs beside float64 arithmetic, in float64 operations.
-
-    Time of a loop with two conversions and 2, 8 or 16 operations; a straight line through the three says whether the
-    two share a pipe (its slope is then the cost of an operation alone).
-    """
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def loop(out_ptr, ROUNDS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        x = i.to(tl.float32)
-        for _ in range(ROUNDS):
-            y = x.to(tl.float64)
-            for _ in tl.static_range(PAIRS):
-                y = y * 0.999 + 0.5
-            x = y.to(tl.float32)
-        tl.store(out_ptr + i, x)
-
-    rounds, block, programs = 256, 256, 132 * 64
-    out = torch.empty(block * programs, dtype=torch.float32, device="cuda")
-
-    def seconds_an_element(pairs: int) -> float:
-        timed = bench(
-            lambda: loop[(programs,)](out, rounds, pairs, block, num_warps=4, enable_fp_fusion=False)
-        )
-        return timed * 1e-3 / (rounds * block * programs)
-
-    seconds = {pairs: seconds_an_element(pairs) for pairs in (1, 4, 8)}
-    operation = (seconds[8] - seconds[1]) / 14
-    return {
-        "float64_operations_per_second_beside_conversions": 1 / operation,
-        "operations_a_conversion_costs": (seconds[1] - 2 * operation) / operation / 2,
-        "deviation_from_a_straight_line": seconds[4] / (seconds[1] + 6 * operation) - 1,
-    }
-
-
-def merge_instructions() -> dict[str, float] | None:
-    """float64 operations and conversions of one merged element, in the machine code; None if it cannot be shown."""
+def merge_float64_operations() -> float | None:
+    """float64 instructions of one merged element, counted in the machine code; None if it cannot be shown."""
     from te_overrides.kernels.lse_merge import kernel
     from te_overrides.kernels.lse_merge.lse_kernel import merge_kernel
 
@@ -340,10 +302,8 @@ def merge_instructions() -> dict[str, float] | None:
     except (OSError, RuntimeError) as error:
         print(f"  machine code not shown ({error}); no float64 roof", file=sys.stderr)
         return None
-    elements = kernel.MERGE_BLOCK / kernel.MERGE_THREADS
-    operations = re.findall(r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\bv_(?:add|mul|fma|fmac|cmp\w*)_f64", text)
-    conversions = re.findall(r"\bF2F\b|\bMUFU\.RCP64H|\bv_(?:cvt_f64_f32|cvt_f32_f64|rcp_f64)", text)
-    return {"operations": len(operations) / elements, "conversions": len(conversions) / elements}
+    found = re.findall(r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\bv_(?:add|mul|fma|fmac|cmp\w*)_f64", text)
+    return len(found) / (kernel.MERGE_BLOCK / kernel.MERGE_THREADS)
 
 
 def upstream_functions(sources: Path | None) -> Any:
@@ -359,21 +319,16 @@ def upstream_functions(sources: Path | None) -> Any:
 def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
     """Milliseconds and shares of copy bandwidth and of the float64 rate."""
     upstream, rate = upstream_functions(sources), float64_rate()
-    instructions, conversion = merge_instructions(), conversion_cost()
-    roofs = None
-    if instructions is not None:
-        arithmetic = instructions["operations"] / rate
-        converted = instructions["conversions"] * conversion["operations_a_conversion_costs"] / rate
-        roofs = (arithmetic, arithmetic + converted)
+    operations = merge_float64_operations()
+    roof = None if operations is None else operations / rate
     rows = []
     for megabytes in MEGABYTES:
-        rows.append(speed_of(megabytes, upstream, roofs))
+        rows.append(speed_of(megabytes, upstream, roof))
         print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     return {
         "launches_of_the_output_pass": launches_of_the_output_pass(),
         "float64_operations_per_second": rate,
-        "merged_element": instructions,
-        "conversion": conversion,
+        "float64_operations_per_merged_element": operations,
         "upstream": "not run: no --te-sources" if sources is None else str(sources.name),
         "rows": rows,
     }
@@ -381,6 +336,7 @@ def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
 
 def launches_of_the_output_pass() -> dict[str, float]:
     """Milliseconds of the fused merge at 256 MB by rows and threads of a program; the bits do not depend on them."""
+    from te_overrides.kernels.launching import Plans
     from te_overrides.kernels.lse_merge import kernel
 
     s = 256 * 2**20 // (2 * HEADS * D)
@@ -389,13 +345,15 @@ def launches_of_the_output_pass() -> dict[str, float]:
     chosen, found = (kernel.OUT_ROWS, kernel.OUT_THREADS), {}
     for rows, threads in ((8, 64), (16, 128), (32, 128), (32, 256), (64, 256)):
         kernel.OUT_ROWS, kernel.OUT_THREADS = rows, threads
+        kernel._plans = Plans()
         found[f"{rows} rows, {threads} threads"] = bench(lambda: ops.merge_(out, lse, step_out, step, 1))
     kernel.OUT_ROWS, kernel.OUT_THREADS = chosen
+    kernel._plans = Plans()
     return found
 
 
-def speed_of(megabytes: int, upstream: Any, roofs: tuple[float, float] | None) -> dict[str, float]:
-    """One output size, [1, s, 32, 128] bf16; `roofs`: seconds an element of float64 arithmetic, with conversions."""
+def speed_of(megabytes: int, upstream: Any, roof: float | None) -> dict[str, float]:
+    """One output size, [1, s, 32, 128] bf16; `roof`: seconds that float64 arithmetic alone takes for an element."""
     s = megabytes * 2**20 // (2 * HEADS * D)
     out, step_out = (torch.randn(1, s, HEADS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lse, step = (torch.randn(1, HEADS, s, device="cuda") for _ in range(2))
@@ -418,9 +376,8 @@ def speed_of(megabytes: int, upstream: Any, roofs: tuple[float, float] | None) -
         3 * out_bytes + 3 * lse_bytes,
     )  # fmt: skip
     ours_lse = add("lse", lambda: ops.merge_lse_(long_lse, long_step), 3 * long_lse.nbytes)
-    if roofs is not None:
-        for name, seconds in zip(("lse_of_arithmetic_roof", "lse_of_roof"), roofs, strict=True):
-            row[name] = max(long_lse.numel() * seconds * 1e3, 3 * long_lse.nbytes / copy_rate) / ours_lse
+    if roof is not None:
+        row["lse_of_roof"] = max(long_lse.numel() * roof * 1e3, 3 * long_lse.nbytes / copy_rate) / ours_lse
     if upstream is not None:
         theirs_lse = add(
             "upstream_lse", lambda: upstream.flash_attn_fwd_softmax_lse_correction(long_lse, long_step),

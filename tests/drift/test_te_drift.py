@@ -32,7 +32,9 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_every_target_of_a_supported_release_is_as_reviewed(version: str) -> None:
     check = _python("-m", "patches", "check", "--json", "--tree", str(sources(version)))
     findings = {f["id"]: f["verdict"] for f in json.loads(check.stdout) if f["id"].startswith("te.")}
-    assert set(findings.values()) == {"accepted", "outside"}, check.stdout
+    compiled = {id for id, verdict in findings.items() if verdict == "not checkable here"}
+    assert compiled == {"te.thd_second_half_lse_correction", "te.thd_out_correction"}, check.stdout
+    assert set(findings.values()) == {"accepted", "outside", "not checkable here"} and not check.returncode
     assert sum(verdict == "accepted" for verdict in findings.values()) == (5 if version == "2.20.2" else 6)
 
 
