@@ -101,7 +101,7 @@ class OverrideFinder(MetaPathFinder):
             try:
                 self._apply_one(override, module)
             except OverrideError as error:
-                self._refuse(override, error)
+                self._refuse(module, override, error)
                 raise
             except Exception as error:
                 # Above all an ImportError (no triton here): upstream would take its own module for missing and go on.
@@ -109,11 +109,11 @@ class OverrideFinder(MetaPathFinder):
                     f"override {override.id} of {override.target} cannot be applied: {type(error).__name__}: {error}. "
                     f"Install what is missing, or run without --deterministic-rocm."
                 )
-                self._refuse(override, refusal)
+                self._refuse(module, override, refusal)
                 raise refusal from error
 
-    def _refuse(self, override: Override, error: OverrideError) -> None:
-        self._failed[override.trigger] = error
+    def _refuse(self, module: ModuleType, override: Override, error: OverrideError) -> None:
+        self._failed[module.__name__] = error
         self.ledger.move(override.id, REFUSED, str(error))
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:

@@ -55,8 +55,10 @@ def settle(ledger: Ledger) -> None:
                 verb = "holds" if len(places) == 1 else "hold"
                 findings.append(f"{id}: {', '.join(places)} still {verb} upstream's {target.name} by value")
                 continue
+            if wrong := _operators(entry):
+                findings += wrong
+                continue
             ledger.move(id, VERIFIED)
-            findings += _operators(entry)
     if findings:
         raise GateError(
             "the job may not start: sought every required override verified, found "
