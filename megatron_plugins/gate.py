@@ -81,18 +81,35 @@ def _check_process(ledger: Any) -> None:
         _compare_with_rank_0(ledger.digest(), rank)
     _compare_with_checkpoint(ledger.digest())
     if rank == 0:
-        for path in [ledger_path(), *_beside("save")]:
-            patch_gate.write(ledger, path, world_size=size)
+        patch_gate.write(ledger, [ledger_path(), *_beside_checkpoints_to_come()], world_size=size)
         print(f"{patch_gate.table(ledger)}\n  ledger: {ledger_path()}", flush=True)
     _process_passed = True
 
 
 def _beside(argument: str) -> list[Path]:
-    """The ledger's place in Megatron's checkpoint folder ``args.save`` or ``args.load``, if the run has one."""
+    """The ledger's place in Megatron's checkpoint folder ``args.save`` or ``args.load``, if the run has a local one."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
     folder = getattr(args, argument, None)
-    return [Path(folder) / LEDGER_NAME] if folder and Path(folder).is_dir() else []
+    return [Path(folder) / LEDGER_NAME] if folder and "://" not in str(folder) else []
+
+
+def _beside_checkpoints_to_come() -> list[Path]:
+    """The same for ``args.save``, whose folder upstream makes only when it saves.
+
+    Raises:
+        GateError: the folder cannot be made.
+    """
+    places = _beside("save")
+    for path in places:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GateError(
+                f"sought to write the ledger beside the checkpoints of --save, found {error}; name a folder that can "
+                "be written"
+            ) from error
+    return places
 
 
 def _compare_with_checkpoint(digest: str) -> None:

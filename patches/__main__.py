@@ -8,11 +8,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from patches import activation, report
+from patches import activation, operator_schema, report
 from patches.arming import arm, armed_mode, mode_from_environment
 from patches.errors import OverrideError
 from patches.lock import Lock
-from patches.override import MODES
+from patches.override import BINDING, MODES
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -60,7 +60,18 @@ def _check(args: argparse.Namespace) -> int:
 def _pin(args: argparse.Namespace) -> int:
     lock, changed = Lock.read(), 0
     for override in report.overrides(args.ids):
+        if args.tree is None and (override.kind == BINDING or override.operators):
+            # Signatures and schemas are there once their module is; a package that is not installed is told below.
+            report.load(override)
         finding = report.examine(override, lock, args.tree)
+        for operator in override.operators:
+            schema = operator_schema.registered(operator)
+            version = args.version or finding.version
+            if schema is None or version is None:
+                print(f"skipped  operator {operator}: not registered in this process")
+            elif lock.accept(operator_schema.lock_key(operator), operator_schema.PREFIX + schema, version):
+                changed += 1
+                print(f"pinned   operator {operator} {version} {schema}")
         if finding.found is None:
             print(f"skipped  {finding.sentence()}")
             continue
@@ -116,8 +127,16 @@ def _enable(args: argparse.Namespace) -> int:
 
 
 def _disable(args: argparse.Namespace) -> int:
-    for path in activation.disable():
-        print(f"removed {path}")
+    try:
+        for path in activation.disable():
+            print(f"removed {path}")
+    except OSError as error:
+        print(
+            f"sought to remove files from {activation.folder()}, found {error}. The layer stays enabled; it does "
+            "nothing while DETERMINISTIC_ROCM is unset and no command line has the flag.",
+            file=sys.stderr,
+        )
+        return 2
     print(f"enabled at interpreter start: {activation.enabled()}")
     return 0
 
@@ -131,7 +150,9 @@ def _run(args: argparse.Namespace) -> int:
         sys.argv = args.command[1:]
         runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(target).resolve().parent)
+        # Python does for a script what it did for `-m`: its folder comes first, unless -P or -I says otherwise.
+        if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+            sys.path[0] = str(Path(target).resolve().parent)
         runpy.run_path(target, run_name="__main__")
     return 0
 

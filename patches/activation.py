@@ -19,40 +19,62 @@ def folder() -> Path:
     return Path(sysconfig.get_paths()["purelib"])
 
 
-def files() -> list[Path]:
-    """The two files of `enable`: ``.pth``, and ``.start`` for Pythons that have PEP 829."""
-    return [folder() / f"{NAME}.pth", folder() / f"{NAME}.start"]
+def contents() -> dict[Path, str]:
+    """The files of `enable`: ``.pth``, and for Pythons that have PEP 829 ``.start`` with the module that it names.
+
+    That module lies beside it and is no part of this package: Python prints and ignores it when the name in a
+    ``.start`` file cannot be resolved, which is what another ``patches`` on the path would lead to.
+    """
+    statement, module = _statement(), f"{NAME}_start"
+    return {
+        folder() / f"{NAME}.pth": f"import os, sys; {statement}\n",
+        folder() / f"{module}.py": f"import os, sys\n\n\ndef main():\n    {statement}\n",
+        folder() / f"{NAME}.start": f"{module}:main\n",
+    }
 
 
-def pth_line() -> str:
-    """One import line, as site.py wants it. Off: two look-ups and no import beyond os and sys."""
+def _statement() -> str:
+    """Off: two look-ups and no import beyond os and sys."""
     startup = str(_ROOT / "patches" / "startup.py")
-    asked = "any(a.startswith('--deterministic-rocm') for a in sys.orig_argv)"
-    return (
-        f"import os, sys; (os.environ.get('DETERMINISTIC_ROCM') or {asked}) and "
-        f"exec(compile(open({startup!r}).read(), {startup!r}, 'exec'), {{'__file__': {startup!r}}})\n"
-    )
+    asked = "any(words in ' '.join(sys.orig_argv) for words in ('--deterministic-rocm', 'patches run'))"
+    return f"(os.environ.get('DETERMINISTIC_ROCM') or {asked}) and exec({_PROGRAM!r}, {{'__file__': {startup!r}}})"
+
+
+_PROGRAM = """
+import os, sys
+done = False
+try:
+    exec(compile(open(__file__).read(), __file__, "exec"), {"__file__": __file__})
+    done = True
+finally:
+    if not done:
+        sys.stderr.write(
+            f"deterministic-rocm: the job may not start: sought {__file__}, which `python -m patches enable` named; "
+            f"found {sys.exc_info()[1]!r}. With DETERMINISTIC_ROCM unset, `enable` the package in use, or `disable`.\\n"
+        )
+        sys.stderr.flush()
+        os._exit(2)
+"""
 
 
 def enable() -> list[Path]:
     """Write the files; returns them. Raises OSError where the folder cannot be written."""
-    pth, start = files()
-    pth.write_text(pth_line())
-    start.write_text("patches.startup:main\n")
-    return [pth, start]
+    for path, text in contents().items():
+        path.write_text(text)
+    return list(contents())
 
 
 def disable() -> list[Path]:
     """Remove the files; returns those that were there."""
-    there = [path for path in files() if path.exists()]
+    there = [path for path in contents() if path.exists()]
     for path in there:
         path.unlink()
     return there
 
 
 def enabled() -> str:
-    """ "yes", "no", or "stale" where the ``.pth`` was written by another copy of this package."""
-    pth, _ = files()
-    if not pth.exists():
+    """ "yes", "no", or "stale" where a file is missing or was written by another copy of this package."""
+    found = [path.read_text() if path.is_file() else None for path in contents()]
+    if not any(found):
         return "no"
-    return "yes" if pth.read_text() == pth_line() else "stale"
+    return "yes" if found == list(contents().values()) else "stale"

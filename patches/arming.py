@@ -39,6 +39,12 @@ def mode_from_environment(environment: Mapping[str, str] | None = None) -> str |
     raise ModeError(f"{VARIABLE}={value!r}: the modes are {' and '.join(MODES)}; unset it to run without.")
 
 
+def _how_far(name: str) -> str:
+    # The import system's own mark; absent from a module that nobody imported by it.
+    executing = getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False)
+    return f"{name} is being imported" if executing else f"{name} had been imported"
+
+
 def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path | None = None) -> Ledger:
     """Arm the layer in this process and, through the environment, in its children. Arming again changes nothing.
 
@@ -69,10 +75,10 @@ def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path
     lock = Lock.read() if lock_path is None else Lock.read(lock_path)
     catalogue.declare_all(declarations)
     overrides = REGISTRY.of_mode(mode)
-    late = sorted({o.target.module for o in overrides if o.target.module in sys.modules})
+    late = sorted({o.trigger for o in overrides if o.trigger in sys.modules})
     if late:
         raise LateActivationError(
-            f"the layer was to be armed as {mode!r}, but {', '.join(late)} had been imported already, so other "
+            f"the layer was to be armed as {mode!r}, but {', '.join(map(_how_far, late))} already, so other "
             f"modules may hold upstream's functions by value. Arm earlier: export {VARIABLE}={mode} and put "
             f"`import patches.auto` before every import of megatron or transformer_engine, or start with `python "
             f"-m patches run`."

@@ -30,6 +30,10 @@ class DriftError(OverrideError):
     """Upstream's function is not one that was reviewed: it moved, is gone, or its source changed."""
 
 
+class ApplyError(OverrideError):
+    """Reading upstream's module or building the replacement failed; what failed is the cause."""
+
+
 class LockError(OverrideError):
     """``overrides.lock.json`` cannot be read or says nothing about a target."""
 

@@ -7,19 +7,24 @@ again. A failure is latched: whoever swallows it and imports once more gets the 
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
-from patches import fingerprint, versions
-from patches.errors import DriftError, OverrideError
-from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Ledger
+from patches import binding, fingerprint, versions
+from patches.errors import ApplyError, DriftError, OverrideError
+from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
 from patches.lock import Lock
-from patches.override import Override
+from patches.override import BINDING, Override
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # Importing them would be a tenth of the time that arming takes, and the import system asks for no base class.
+    Loader = MetaPathFinder = object
 
 MARK = "__deterministic_rocm__"
 """Attribute of a replacement: the id of its override."""
@@ -30,7 +35,20 @@ WAYS_ON = (
 )
 
 
-class OverrideLoader(importlib.abc.Loader):
+def _noting_calls(entry: Entry, function: FunctionType) -> FunctionType:
+    """`function`, which says in the ledger that it was called.
+
+    The mark is stored, never read: torch.compile then has nothing to guard on and compiles once. Counting would read.
+    """
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        entry.called = True
+        return function(*args, **kwargs)
+
+    return noting  # type: ignore[return-value]
+
+
+class OverrideLoader(Loader):
     """Executes a module as its own loader does, then applies the overrides."""
 
     def __init__(self, inner: Any, finder: OverrideFinder) -> None:
@@ -51,14 +69,14 @@ class OverrideLoader(importlib.abc.Loader):
         return getattr(self._inner, name)
 
 
-class OverrideFinder(importlib.abc.MetaPathFinder):
+class OverrideFinder(MetaPathFinder):
     """Finds nothing by itself: asks the others, and wraps what they found for modules that have targets."""
 
     def __init__(self, overrides: Sequence[Override], ledger: Ledger, lock: Lock) -> None:
         self.ledger, self.lock = ledger, lock
         self.by_module: dict[str, list[Override]] = {}
         for override in overrides:
-            self.by_module.setdefault(override.target.module, []).append(override)
+            self.by_module.setdefault(override.trigger, []).append(override)
         self._failed: dict[str, OverrideError] = {}
 
     def find_spec(
@@ -83,20 +101,35 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
             try:
                 self._apply_one(override, module)
             except OverrideError as error:
-                self._failed[module.__name__] = error
-                self.ledger.move(override.id, REFUSED, str(error))
+                self._refuse(module, override, error)
                 raise
+            except Exception as error:
+                # Above all an ImportError (no triton here): upstream would take its own module for missing and go on.
+                refusal = ApplyError(
+                    f"override {override.id} of {override.target} cannot be applied: {type(error).__name__}: {error}. "
+                    f"Install what is missing, or run without --deterministic-rocm."
+                )
+                self._refuse(module, override, refusal)
+                raise refusal from error
+
+    def _refuse(self, module: ModuleType, override: Override, error: OverrideError) -> None:
+        self._failed[module.__name__] = error
+        self.ledger.move(override.id, REFUSED, str(error))
 
     def _apply_one(self, override: Override, module: ModuleType) -> None:
-        original = override.target.value(module)
         file = Path(module.__file__ or "")
         version = versions.beside(file, module.__name__, override.distribution)
+        holder = sys.modules.get(override.target.module)
+        if holder is None:
+            absence = f"no module {override.target.module} after {override.trigger} was imported"
+            raise DriftError(self._drift(override, version, absence))
+        original = override.target.value(holder)
         if original is None:
             if version is not None and override.versions and not versions.matches(version, override.versions):
                 reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
                 self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
                 return
-            absence = f"no {override.target.qualname} in {file}"
+            absence = f"no {override.target.qualname} in {holder.__file__ or file}"
             if version is None and override.versions:
                 # Whether this release ought to have it cannot be told, and pinning cannot help.
                 absence += (
@@ -109,20 +142,19 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
         if override.mended is not None and (reason_mended := override.mended(module)) is not None:
             self.ledger.move(override.id, NOT_REQUIRED, reason_mended, version=version)
             return
-        found = fingerprint.of_source(file.read_text(), override.target, override.also)
-        if found is None:
-            raise DriftError(
-                self._drift(
-                    override, version, f"{override.target.qualname} is bound in {file}, but not defined there"
-                )
-            )
-        if found not in self.lock.accepted(str(override.target)):
-            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        if override.kind == BINDING:
+            found = self._reviewed_binding(override, original, version)
+        else:
+            found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
+        entry = self.ledger.entries[override.id]
+        if isinstance(replacement, FunctionType):
+            entry.called = bool(entry.called)
+            replacement = _noting_calls(entry, replacement)
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
-        setattr(override.target.owner(module), override.target.name, replacement)
+        setattr(override.target.owner(holder), override.target.name, replacement)
         self.ledger.move(
             override.id,
             APPLIED,
@@ -131,6 +163,24 @@ class OverrideFinder(importlib.abc.MetaPathFinder):
             original=original,
             replacement=replacement,
         )
+
+    def _reviewed_source(self, override: Override, file: Path, version: str | None) -> str:
+        found = fingerprint.of_source(file.read_text(), override.target, override.also)
+        if found is None:
+            absence = f"{override.target.qualname} is bound in {file}, but not defined there"
+            raise DriftError(self._drift(override, version, absence))
+        if found not in self.lock.accepted(str(override.target)):
+            raise DriftError(self._drift(override, version, f"{found} in {file}"))
+        return found
+
+    def _reviewed_binding(self, override: Override, original: Any, version: str | None) -> str:
+        found = binding.of_function(original)
+        if found is None:
+            unreadable = "a function whose docstring does not begin with one signature, as pybind11 writes it"
+            raise DriftError(self._drift(override, version, unreadable))
+        if not versions.among(version, self.lock.accepted(str(override.target)).get(found, ())):
+            raise DriftError(self._drift(override, version, found))
+        return found
 
     def _drift(self, override: Override, version: str | None, found: str) -> str:
         accepted = self.lock.accepted(str(override.target))

@@ -6,14 +6,19 @@ Standard library only. Exchanging digests between ranks and looking at a model i
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from patches.errors import GateError
+from patches import operator_schema
+from patches.errors import DriftError, GateError
 from patches.finder import MARK
 from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
+from patches.lock import Lock
 
 
 def settle(ledger: Ledger) -> None:
@@ -26,16 +31,17 @@ def settle(ledger: Ledger) -> None:
             original is still held by value somewhere. All findings in one message.
     """
     findings: list[str] = []
+    kept = aliases(ledger)
     for id, entry in ledger.entries.items():
-        target = entry.override.target
+        target, trigger = entry.override.target, entry.override.trigger
         module = sys.modules.get(target.module)
         if entry.state == REFUSED:
             findings.append(f"{id} is refused: {entry.reason}")
-        elif entry.state == ARMED and module is None:
-            ledger.move(id, NOT_REQUIRED, f"{target.module} is not imported in this process")
+        elif entry.state == ARMED and trigger not in sys.modules:
+            ledger.move(id, NOT_REQUIRED, f"{trigger} is not imported in this process")
         elif entry.state == ARMED:
             findings.append(
-                f"{id}: {target.module} is imported, but the finder never saw it; arm before importing it"
+                f"{id}: {trigger} is imported, but the finder never saw it; arm before importing it"
             )
         elif entry.state in (APPLIED, VERIFIED) and module is not None:
             current = target.value(module)
@@ -45,9 +51,13 @@ def settle(ledger: Ledger) -> None:
                     f"{id}: {target} is now {now}; it was replaced after this project did. Remove that patch"
                 )
                 continue
-            findings += [
-                f"{id}: {alias} still holds upstream's {target.name} by value" for alias in aliases(entry)
-            ]
+            if places := kept.get(id):
+                verb = "holds" if len(places) == 1 else "hold"
+                findings.append(f"{id}: {', '.join(places)} still {verb} upstream's {target.name} by value")
+                continue
+            if wrong := _operators(entry):
+                findings += wrong
+                continue
             ledger.move(id, VERIFIED)
     if findings:
         raise GateError(
@@ -58,20 +68,88 @@ def settle(ledger: Ledger) -> None:
         )
 
 
-def aliases(entry: Entry) -> list[str]:
-    """``module.name`` of every module-level name that is still bound to the original."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        namespace = getattr(module, "__dict__", None)
-        if not isinstance(namespace, dict):
-            continue
-        found += [f"{name}.{key}" for key, value in list(namespace.items()) if value is entry.original]
-    return found
+def _operators(entry: Entry) -> list[str]:
+    """What is wrong with the torch operators that a replacement calls."""
+    findings: list[str] = []
+    if not entry.override.operators:
+        return findings
+    lock = Lock.read()
+    for operator in entry.override.operators:
+        reviewed = lock.accepted(operator_schema.lock_key(operator))
+        texts = [text.removeprefix(operator_schema.PREFIX) for text in reviewed]
+        try:
+            operator_schema.require_prefix(operator, texts, who=f"override {entry.override.id}")
+        except DriftError as error:
+            findings.append(str(error))
+    return findings
 
 
-def write(ledger: Ledger, path: Path, **facts: Any) -> None:
-    """Write the ledger file: mode, digest, one entry an override, and whatever the framework adds."""
-    path.write_text(json.dumps({**ledger.as_dict(), **facts}, indent=1) + "\n")
+def aliases(ledger: Ledger) -> dict[str, list[str]]:
+    """Override id -> every name that is still bound to its original: ``module.name``, ``module.Class.attribute``.
+
+    Every module and every class in it, once for all overrides. An original inside a container or a closure is not
+    found.
+    """
+    originals = {id(e.original): name for name, e in ledger.entries.items() if e.original is not None}
+    namespaces = [
+        (name, namespace)
+        for name, module in list(sys.modules.items())
+        if isinstance(namespace := getattr(module, "__dict__", None), dict)
+    ]
+    found: dict[str, list[str]] = {}
+    classes: set[int] = set()
+    while namespaces:
+        where, namespace = namespaces.pop()
+        for key, value in list(namespace.items()):
+            # By type(): isinstance would ask lazy modules for their class and import what they stand for.
+            kind = type(value)
+            held = value.__func__ if kind in (staticmethod, classmethod) else value
+            if id(held) in originals:
+                found.setdefault(originals[id(held)], []).append(f"{where}.{key}")
+            elif issubclass(kind, type) and id(value) not in classes:
+                classes.add(id(value))
+                namespaces.append(
+                    (f"{value.__module__}.{value.__qualname__}", type.__getattribute__(value, "__dict__"))
+                )
+    return {name: sorted(places) for name, places in found.items()}
+
+
+def write(ledger: Ledger, paths: Sequence[Path], **facts: Any) -> None:
+    """Write the ledger files now, and once more at exit, when what was called is known.
+
+    The content: mode, digest, one entry an override, `written` ("before the first forward" or "at exit"), `pid`, and
+    what the framework adds.
+    A process that is killed, or leaves by ``os._exit`` as children of multiprocessing do, leaves the first version. A
+    file that another run has written since is left alone.
+    """
+
+    def text(written: str) -> str:
+        return json.dumps({**ledger.as_dict(), "written": written, "pid": pid, **facts}, indent=1) + "\n"
+
+    pid = os.getpid()
+    first = text("before the first forward")
+    places = [path.absolute() for path in paths]
+    for path in places:
+        path.write_text(first)
+    atexit.register(_write_at_exit, ledger, places, first, text, pid)
+
+
+def _write_at_exit(
+    ledger: Ledger, places: list[Path], first: str, text: Callable[[str], str], pid: int
+) -> None:
+    if os.getpid() != pid:
+        return  # a forked child that ends before its parent
+    for path in places:
+        try:
+            if path.read_text() == first:
+                path.write_text(text("at exit"))
+        except OSError as error:
+            print(
+                f"deterministic-rocm: sought to complete {path}, found {error}", file=sys.stderr, flush=True
+            )
+    idle = [id for id, entry in ledger.entries.items() if entry.state == VERIFIED and entry.called is False]
+    if idle:
+        print(f"deterministic-rocm: installed, never called in this process: {', '.join(idle)}", flush=True)
 
 
 def table(ledger: Ledger) -> str:

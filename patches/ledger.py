@@ -31,7 +31,11 @@ _ALLOWED = {
 
 @dataclass
 class Entry:
-    """One override's state. `original` and `replacement` are the objects themselves, for the gate."""
+    """One override's state. `original` and `replacement` are the objects themselves, for the gate.
+
+    `called`: whether the replacement has run in this process; None where nothing is installed, or where it is no
+    function and cannot tell.
+    """
 
     override: Override
     state: str = ARMED
@@ -40,6 +44,7 @@ class Entry:
     version: str | None = None
     original: Any = None
     replacement: Any = None
+    called: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What status and the ledger file show."""
@@ -50,6 +55,7 @@ class Entry:
             "reason": self.reason,
             "fingerprint": self.fingerprint,
             "version": self.version,
+            "called": self.called,
             "why": self.override.why,
         }
 
@@ -74,7 +80,10 @@ class Ledger:
         return entry
 
     def digest(self) -> str:
-        """Hash of mode, ids, states and fingerprints: equal on two ranks exactly when they run the same code."""
+        """Hash of mode, ids, states and fingerprints: equal on two ranks exactly when they run the same code.
+
+        What was called does not enter: a pipeline stage calls other functions than its neighbour.
+        """
         facts = [
             [e.override.id, e.state, e.fingerprint]
             for e in sorted(self.entries.values(), key=lambda e: e.override.id)

@@ -11,6 +11,9 @@ from patches.target import Target
 
 MODES = ("stable", "invariant")
 
+SOURCE, BINDING = "source", "binding"
+KINDS = (SOURCE, BINDING)
+
 Build = Callable[[Any], Any]
 
 
@@ -28,6 +31,11 @@ class Override:
         versions: releases that have the target; outside, its absence is NOT_REQUIRED, inside it is drift.
         also: helpers of the same module whose source enters the fingerprint.
         mended: given the module, says why upstream needs no override here, or None.
+        kind: "source" (a Python function, known by its source) or "binding" (a function of a compiled module, known by
+            its signature and release).
+        after: the module whose execution makes the target present; by default the target's own. A compiled module is
+            loaded around every finder, so its functions are replaced when the Python module that uses them is there.
+        operators: torch operators that the replacement calls, known by their schemas (`operator_schema`).
         build: makes the replacement from the original, after the defining module has executed.
     """
 
@@ -43,8 +51,18 @@ class Override:
     also: tuple[str, ...]
     mended: Callable[[Any], str | None] | None
     build: Build
+    kind: str = SOURCE
+    after: str = ""
+    operators: tuple[str, ...] = ()
+
+    @property
+    def trigger(self) -> str:
+        """The module after whose execution the override is applied."""
+        return self.after or self.target.module
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise RegistryError(f"override {self.id}: kind {self.kind!r}; known kinds: {KINDS}")
         for name in ("id", "why", "how", "retire_when", "evidence", "distribution"):
             if not getattr(self, name):
                 raise RegistryError(
@@ -67,6 +85,9 @@ def override(
     versions: str = "",
     also: tuple[str, ...] = (),
     mended: Callable[[Any], str | None] | None = None,
+    kind: str = SOURCE,
+    after: str = "",
+    operators: tuple[str, ...] = (),
 ) -> Callable[[Build], Build]:
     """Declare an override; the decorated function is its `build`. See `Override` for the fields.
 
@@ -80,7 +101,7 @@ def override(
         REGISTRY.add(
             Override(
                 id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
-                tuple(also), mended, build,
+                tuple(also), mended, build, kind, after, tuple(operators),
             )
         )  # fmt: skip
         return build

@@ -3,14 +3,16 @@ importing it."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patches import catalogue, fingerprint, versions
+from patches import binding, catalogue, fingerprint, versions
 from patches.arming import current_ledger
 from patches.lock import Lock
-from patches.override import Override
+from patches.override import BINDING, SOURCE, Override
 from patches.registry import REGISTRY
 
 NOT_ARMED = "NOT_ARMED"
@@ -21,7 +23,8 @@ class Finding:
     """One override against one source tree.
 
     `verdict`: "accepted", "drifted", "absent" (the module is there, the target is not, although this version should
-    have it), "outside" (this version need not have it), "not installed".
+    have it), "outside" (this version need not have it), "not installed", "not checkable here" (a compiled function of a
+    release that was reviewed; its signature is seen where the compiled module is loaded).
     """
 
     override: Override
@@ -46,26 +49,55 @@ class Finding:
             return f"{target}: as reviewed, {where}"
         if self.verdict == "not installed":
             return f"{target}: {self.override.distribution} is not there"
+        if self.verdict == "not checkable here":
+            return (
+                f"{target}: compiled; {where} was reviewed, and the signature is compared when an armed run loads the "
+                "module"
+            )
         if self.verdict == "outside":
             return f"{target}: not in {where}; it exists in {self.override.versions}"
         expected = (
             ", ".join(f"{p} ({', '.join(v)})" for p, v in self.accepted.items()) or "nothing pinned yet"
         )
-        return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {self.found or 'no such function'}."
+        missing = "no such function" if self.override.kind == SOURCE else "a release that was not reviewed"
+        return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {self.found or missing}."
 
 
 def examine(override: Override, lock: Lock, tree: Path | None = None) -> Finding:
     """Compare the source that is installed, or lies in `tree`, with the reviewed fingerprints."""
     accepted = lock.accepted(str(override.target))
-    file = fingerprint.source_file(override.target.module, tree)
+    file = fingerprint.source_file(override.trigger, tree)
     if file is None:
         return Finding(override, "not installed", None, None, None, accepted)
-    version = versions.beside(file, override.target.module, override.distribution)
+    version = versions.beside(file, override.trigger, override.distribution)
+    if override.kind == BINDING:
+        return _examine_binding(override, version, file, accepted, tree)
     found = fingerprint.of_source(file.read_text(), override.target, override.also)
     if found is None:
         outside = version is not None and not versions.matches(version, override.versions)
         return Finding(override, "outside" if outside else "absent", None, version, file, accepted)
     return Finding(override, "accepted" if found in accepted else "drifted", found, version, file, accepted)
+
+
+def _examine_binding(
+    override: Override, version: str | None, file: Path, accepted: dict[str, list[str]], tree: Path | None
+) -> Finding:
+    """A compiled function can be looked at where its module is loaded in this process, and nowhere else."""
+    if version is not None and not versions.matches(version, override.versions):
+        return Finding(override, "outside", None, version, file, accepted)
+    module = sys.modules.get(override.target.module) if tree is None else None
+    found = None if module is None else binding.of_function(override.target.value(module))
+    if found is not None:
+        known = versions.among(version, accepted.get(found, []))
+        return Finding(override, "accepted" if known else "drifted", found, version, file, accepted)
+    reviewed = any(versions.among(version, releases) for releases in accepted.values())
+    return Finding(override, "not checkable here" if reviewed else "drifted", None, version, file, accepted)
+
+
+def load(override: Override) -> None:
+    """Import what makes a binding or an operator present, if its package is installed."""
+    if fingerprint.source_file(override.trigger) is not None:
+        importlib.import_module(override.trigger)
 
 
 def overrides(ids: list[str] | None = None) -> list[Override]:
@@ -86,6 +118,7 @@ def status() -> list[dict[str, Any]]:
                 "target": str(override.target),
                 "state": entry.state if entry is not None else NOT_ARMED,
                 "reason": entry.reason if entry is not None else None,
+                "called": entry.called if entry is not None else None,
                 "modes": list(override.modes),
                 "fingerprint": finding.found,
                 "installed": finding.verdict,

@@ -1,4 +1,4 @@
-"""What the ``.pth`` line runs at interpreter start: arm, or end the interpreter with one sentence.
+"""What the ``.pth`` and ``.start`` files run at interpreter start: arm, or end the interpreter with one sentence.
 
 Executed from its path, not imported by name: another ``patches`` may come first on sys.path, and that is exactly what
 must be found out here.
@@ -25,19 +25,43 @@ def mode_from_command_line(arguments: list[str]) -> str | None:
     return None
 
 
+def module_of_command_line() -> str | None:
+    """The module of ``python -m module``, None for a script or ``-c``.
+
+    Not searched for in `sys.orig_argv`: a script may have an argument ``-m`` of its own. The interpreter has put ``-m``
+    in place of the module's name and left what follows.
+    """
+    if sys.argv[:1] != ["-m"]:
+        return None
+    word = sys.orig_argv[-len(sys.argv)]
+    return word.partition("m")[2] if word.startswith("-") else word
+
+
+def _refuse_foreign(entries: list[str]) -> bool:
+    """Walk `entries` as an import of ``patches`` does; True when it ends at ROOT, False when nothing is found.
+
+    Raises:
+        RuntimeError: another package or module of that name comes first.
+    """
+    for entry in entries:
+        if os.path.realpath(entry) == os.path.realpath(ROOT):
+            return True
+        # A folder without __init__.py loses against any package further on.
+        spec = importlib.machinery.PathFinder.find_spec("patches", [entry])
+        if spec is None or spec.origin is None:
+            continue
+        if os.path.realpath(spec.origin) == os.path.realpath(os.path.join(ROOT, "patches", "__init__.py")):
+            return True
+        raise RuntimeError(
+            f"another package named patches lies in {entry} and would be imported instead of {ROOT}. Rename it, take "
+            "its folder off the path, or start from another folder"
+        )
+    return False
+
+
 def _load_package() -> None:
     """Import ``patches`` from ROOT whatever sys.path says, and refuse another one that later imports would find."""
-    for entry in [os.getcwd() if p == "" else p for p in sys.path]:
-        other = os.path.join(entry, "patches", "__init__.py")
-        if os.path.isfile(other) and os.path.realpath(
-            os.path.dirname(os.path.dirname(other))
-        ) != os.path.realpath(ROOT):
-            raise RuntimeError(
-                f"another package named patches lies in {entry} and would be imported instead of {ROOT}"
-            )
-        if os.path.realpath(entry) == os.path.realpath(ROOT):
-            break
-    else:
+    if not _refuse_foreign([p or os.getcwd() for p in sys.path]):
         sys.path.append(ROOT)
     if "patches" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -70,10 +94,15 @@ def main() -> None:
 
 def _arm_if_asked() -> None:
     asked = mode_from_command_line(sys.orig_argv)
-    if asked is None and not os.environ.get("DETERMINISTIC_ROCM"):
+    on = asked is not None or bool(os.environ.get("DETERMINISTIC_ROCM"))
+    if module_of_command_line() == "patches":
+        # The layer's own commands must work when something is wrong: they arm by themselves or not at all. But `-m`
+        # looks into the working directory first, and a foreign package there would run in our name.
+        if on or sys.argv[1:2] == ["run"]:
+            safe = getattr(sys.flags, "safe_path", sys.flags.isolated)
+            _refuse_foreign([*([] if safe else [os.getcwd()]), *(p or os.getcwd() for p in sys.path)])
         return
-    # The layer's own commands must work when something is wrong.
-    if "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["patches"]:
+    if not on:
         return
     _load_package()
     from patches.arming import arm, mode_from_environment
@@ -86,5 +115,4 @@ def _arm_if_asked() -> None:
     arm(asked or exported or "invariant")
 
 
-if __name__ != "patches.startup":
-    main()
+main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from patches.errors import RegistryError
@@ -23,6 +24,11 @@ def release(version: str) -> tuple[int, ...]:
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def among(version: str | None, releases: Iterable[str]) -> bool:
+    """Whether `version` is one of `releases`, a build of one (``2.16.0.dev0+abc``) included; None is none of them."""
+    return version is not None and release(version) in {release(known) for known in releases}
 
 
 def matches(version: str, specifier: str) -> bool:

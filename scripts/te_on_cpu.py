@@ -56,10 +56,26 @@ class _SymbolType(type):
         return iter(())
 
 
+def _binding(name: str, tensors: int, flags: int) -> Any:
+    """A compiled function as it looks from outside: pybind11's signature, and nothing that could be called."""
+
+    def binding(*_: Any) -> None:
+        raise NotImplementedError(f"{name} is a compiled symbol of transformer_engine_torch")
+
+    kinds = ["torch.Tensor"] * tensors + ["bool"] * flags
+    arguments = ", ".join(f"arg{index}: {kind}" for index, kind in enumerate(kinds))
+    binding.__name__ = binding.__qualname__ = name
+    binding.__doc__ = f"{name}({arguments}) -> None"
+    return binding
+
+
 class _CompiledModule(types.ModuleType):
-    def __init__(self, enums: dict[str, dict[str, int]]) -> None:
+    def __init__(self, enums: dict[str, dict[str, int]], incremental: bool) -> None:
         super().__init__("transformer_engine_torch")
         self._enums = enums
+        # From 2.20 on the correction takes the old LSE as well.
+        self.thd_out_correction = _binding("thd_out_correction", 6 if incremental else 5, 2)
+        self.thd_second_half_lse_correction = _binding("thd_second_half_lse_correction", 3, 1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -111,7 +127,9 @@ def load(sources: Path) -> types.ModuleType:
         "DType": _members(package / "pytorch" / "constants.py", "DType"),
         "NVTE_Fused_Attn_Backend": {f"NVTE_{k}": v for k, v in _members(fused, "FusedAttnBackend").items()},
     }
-    sys.modules["transformer_engine_torch"] = _CompiledModule(enums)
+    source = package / "pytorch" / "attention" / "dot_product_attention" / "context_parallel.py"
+    incremental = source.is_file() and "flash_attn_fwd_incremental_out_correction" in source.read_text()
+    sys.modules["transformer_engine_torch"] = _CompiledModule(enums, incremental)
     bare = types.ModuleType("transformer_engine")
     bare.__path__ = [str(package)]
     sys.modules["transformer_engine"] = bare

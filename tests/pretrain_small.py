@@ -1,8 +1,9 @@
-"""Three training steps of a small GPT the way upstream's pretrain_gpt.py goes, on CPU ranks.
+"""A few training steps of a small GPT the way upstream's pretrain_gpt.py goes, on CPU ranks.
 
 Megatron's own parser (with the flag), its validation, its configuration from arguments, its spec import, its
-DistributedDataParallel, optimizer, forward-backward function and gradient finalization. What is left out is what needs
-a GPU or a data set. Started as ``python -m patches run tests/pretrain_small.py --result FILE <Megatron arguments>``.
+DistributedDataParallel, optimizer, forward-backward function, gradient finalization and checkpoints. What is left
+out is what needs a GPU or a data set. Started as ``python -m patches run tests/pretrain_small.py --result FILE
+<Megatron arguments>``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 if not hasattr(typing, "override"):  # megatron.training from 0.18 on wants Python 3.12
     typing.override = lambda function: function  # type: ignore[attr-defined]
 
-STEPS, SEQUENCE, MICRO_BATCH, VOCABULARY = 3, 128, 1, 1024
+SEQUENCE, MICRO_BATCH, VOCABULARY = 128, 1, 1024
 
 
 def _extra_arguments(parser: Any) -> Any:
@@ -72,9 +73,12 @@ def main() -> None:
     _cuda_for_the_optimizer()
     torch.set_num_threads(1)
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
 
     args = parse_args(_extra_arguments, ignore_unknown_args=bool(os.environ.get("IGNORE_UNKNOWN")))
     validate_args(args)
+    # As upstream's initialize_megatron does; checkpointing and the gate look there.
+    set_global_variables(args, build_tokenizer=False)
     print("spec", args.spec, flush=True)
     dist.init_process_group("gloo")
     from megatron.core import parallel_state, tensor_parallel
@@ -145,6 +149,7 @@ def train(args: Any, config: Any) -> dict[str, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
     import step0_model
 
@@ -175,7 +180,7 @@ def train(args: Any, config: Any) -> dict[str, Any]:
     micro_batches = args.global_batch_size // args.micro_batch_size
     generator = torch.Generator().manual_seed(7)
     data = torch.randint(
-        0, VOCABULARY, (STEPS, micro_batches, MICRO_BATCH, SEQUENCE + 1), generator=generator
+        0, VOCABULARY, (args.train_iters, micro_batches, MICRO_BATCH, SEQUENCE + 1), generator=generator
     )
     mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
 
@@ -191,7 +196,8 @@ def train(args: Any, config: Any) -> dict[str, Any]:
         return losses, per_token
 
     out: dict[str, Any] = {"losses": [], "norms": []}
-    for batches in data:
+    done = load_checkpoint([ddp], optimizer, None)[0] if args.load else 0
+    for batches in data[done:]:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
         step = get_forward_backward_func()(
@@ -208,6 +214,8 @@ def train(args: Any, config: Any) -> dict[str, Any]:
         if parallel_state.is_pipeline_last_stage():
             whole = [step0_model._whole_sequence(s["losses"], layout, positions) for s in step]
             out["losses"].append(torch.stack(whole))
+    if args.save:
+        save_checkpoint(args.train_iters, [ddp], optimizer, None, 0)
     group = parallel_state.get_tensor_model_parallel_group()
     weights = {}
     inner = model.module if args.bf16 else model

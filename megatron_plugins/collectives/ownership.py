@@ -19,7 +19,7 @@ from te_overrides.kernels.collectives.reference import (
 )
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.embedding.reference import embedding_gradient
-from te_overrides.kernels.gemm.reference import chain
+from te_overrides.kernels.gemm.ops import one_lane
 from te_overrides.kernels.granules.reference import check_run, granule_partials, sum_granules
 from te_overrides.kernels.zigzag.reference import to_canonical
 
@@ -43,7 +43,7 @@ def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout)
     pieces, own = exchange_columns(grad, layout.cp_group)
     all_x = to_canonical(all_gather(x, layout.cp_group), layout.cp_layout)
     all_grad = to_canonical(pieces, layout.cp_layout)
-    rows = chain(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t())
+    rows = one_lane(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t(), torch.float32)
     return owned(rows, own, grad.shape[-1], dim=0)
 
 

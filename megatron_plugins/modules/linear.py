@@ -16,14 +16,13 @@ from megatron_plugins.collectives.ownership import (
     gather_tokens,
     sum_over_tp,
     vector_gradient,
-    weight_gradient,
 )
-from megatron_plugins.modules.gradient_accumulation import deliver, rounded
+from megatron_plugins.modules.gradient_accumulation import deliver_weight_gradient, rounded
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.gemm.reference import lane_tree, one_lane
+from te_overrides.kernels.gemm.ops import lane_tree, one_lane
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ class _ColumnParallel(torch.autograd.Function):
             ).view(*grad.shape[:-1], weight.shape[1])
             dx = sum_over_tp(partial, layout, layout.sequence_parallel)
         if ctx.needs_input_grad[1]:
-            dw = deliver(weight, weight_gradient(gather_tokens(x, layout), grad, layout), ctx.fused)
+            dw = deliver_weight_gradient(weight, gather_tokens(x, layout), grad, layout, ctx.fused)
         return dx, dw, None, None, None
 
 
@@ -83,7 +82,7 @@ class _RowParallel(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = one_lane(_flat(grad), weight.t()).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            dw = deliver(weight, weight_gradient(x, grad, layout), ctx.fused)
+            dw = deliver_weight_gradient(weight, x, grad, layout, ctx.fused)
         return dx, dw, None, None
 
 

@@ -12,7 +12,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.linear import BiasAdd, DeterministicColumnParallelLinear
 from patches.errors import NotCoveredError
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.swiglu.reference import SwiGLU
+from te_overrides.kernels.swiglu.ops import SwiGLU
 
 
 class DeterministicMLP(MLP):

@@ -336,6 +336,7 @@ def speed(quick: bool, sources: Path | None = None) -> dict[str, Any]:
 
 def launches_of_the_output_pass() -> dict[str, float]:
     """Milliseconds of the fused merge at 256 MB by rows and threads of a program; the bits do not depend on them."""
+    from te_overrides.kernels.launching import Plans
     from te_overrides.kernels.lse_merge import kernel
 
     s = 256 * 2**20 // (2 * HEADS * D)
@@ -344,8 +345,10 @@ def launches_of_the_output_pass() -> dict[str, float]:
     chosen, found = (kernel.OUT_ROWS, kernel.OUT_THREADS), {}
     for rows, threads in ((8, 64), (16, 128), (32, 128), (32, 256), (64, 256)):
         kernel.OUT_ROWS, kernel.OUT_THREADS = rows, threads
+        kernel._plans = Plans()
         found[f"{rows} rows, {threads} threads"] = bench(lambda: ops.merge_(out, lse, step_out, step, 1))
     kernel.OUT_ROWS, kernel.OUT_THREADS = chosen
+    kernel._plans = Plans()
     return found
 
 

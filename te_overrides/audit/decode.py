@@ -103,6 +103,9 @@ def _operand(text: str) -> Operand:
         return Operand("imm", value=int(text, 0))
     if re.fullmatch(r"-?\d+\.\d+(e[-+]?\d+)?", text):
         return Operand("fimm", value=float(text))
+    if text == "neg(0)":
+        # An integer constant with a sign modifier: the bits of 0 negated as a float.
+        return Operand("fimm", value=-0.0)
     neg = text.startswith("-")
     inner = text[1:] if neg else text
     absolute = inner.startswith("|") and inner.endswith("|")

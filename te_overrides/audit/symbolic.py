@@ -257,6 +257,7 @@ def _permuted(args: tuple[Value, ...]) -> Value | None:
     return _join("pack16", 32, *halves)
 
 
+_ONE = {"f16": 0x3C00, "f32": 0x3F800000, "f64": 0x3FF0000000000000}
 _SIGN = {"f16": 0x8000, "f32": 0x80000000, "f64": 0x8000000000000000}
 
 
@@ -502,6 +503,11 @@ def _power_of_two(kind: str, exponent: Value) -> Value | None:
 def _product(op: str, kind: str, bits: int, args: tuple[Value, ...]) -> Value:
     """Pull the signs out of a product: exact in round-to-nearest, also for zeros and infinities."""
     negative, flip = f"neg.{kind}", _SIGN[kind]
+    if op.startswith("fma") and is_constant(args[2], flip):
+        # Adding -0 changes nothing, the sign of a zero included: this is how a multiply-add multiplies.
+        return make(f"mul.{kind}", bits, args[:2])
+    if op.startswith("fma") and is_constant(args[1], _ONE[kind]):
+        return make(f"add.{kind}", bits, (args[0], args[2]))
     factors, odd = [], False
     for factor in args[:2]:
         if _is(factor, negative):

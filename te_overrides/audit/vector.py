@@ -347,13 +347,36 @@ def _packed16(machine: Machine, instruction: Instruction) -> None:
     machine.write(destination, machine.op("pack16", *halves))
 
 
-@handler("v_cvt_pk_bf16_f32")
-def _cvt_pk_bf16(machine: Machine, instruction: Instruction) -> None:
+@handler("v_cvt_pk_bf16_f32", "v_cvt_pk_f16_f32")
+def _cvt_pk(machine: Machine, instruction: Instruction) -> None:
     _refuse(instruction, set())
+    target = instruction.opcode.split("_")[3]
     low, high = (
-        machine.op("cvt.bf16.f32", machine.read(operand, "f32")) for operand in instruction.operands[1:3]
+        machine.op(f"cvt.{target}.f32", machine.read(operand, "f32")) for operand in instruction.operands[1:3]
     )
     machine.write(instruction.operands[0], machine.op("pack16", low, high))
+
+
+@handler("v_fma_mix_f32")
+def _fma_mix(machine: Machine, instruction: Instruction) -> None:
+    """float32 multiply-add of which any source may be half of a register: op_sel_hi says which, op_sel which half."""
+    _refuse(instruction, {"op_sel", "op_sel_hi"})
+    halves = instruction.modifiers.get("op_sel_hi", (0, 0, 0))
+    upper = instruction.modifiers.get("op_sel", (0, 0, 0))
+    args = []
+    for position, operand in enumerate(instruction.operands[1:4]):
+        if not halves[position]:  # type: ignore[index]
+            args.append(machine.read(operand, "f32"))
+            continue
+        if operand.kind == "fimm" and not upper[position]:  # type: ignore[index]
+            args.append(machine.op("cvt.f32.f16", machine.read(operand, "f16")))
+            continue
+        if operand.kind not in ("v", "s") or operand.abs:
+            raise Unmodelled("half of a constant, or an absolute value of half a register")
+        word = machine.register(operand.kind, operand.index)
+        value = machine.op("cvt.f32.f16", machine.op("hi16" if upper[position] else "lo16", word))  # type: ignore[index]
+        args.append(machine.op("neg.f32", value) if operand.neg else value)
+    machine.write(instruction.operands[0], machine.op("fma.f32", *args))
 
 
 @handler("v_pack_b32_f16")

@@ -5,10 +5,13 @@ megatron-core 0.17.1 is the newest release whose wheel carries ``megatron.traini
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +78,13 @@ def output(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     result = tmp_path_factory.mktemp("train") / "one.pt"
-    done = train(result, 1, f"--deterministic-rocm {ONE}")
+    ledger = result.with_name("ledger.json")
+    done = train(result, 1, f"--deterministic-rocm {ONE}", DETERMINISTIC_ROCM_LEDGER=str(ledger))
     assert done.returncode == 0, output(done)
+    said = json.loads(ledger.read_text())
+    assert said["written"] == "at exit" and "never called" not in done.stdout
+    ours = {entry["id"]: entry for entry in said["overrides"] if entry["id"].startswith("megatron.")}
+    assert ours and all(entry["state"] == "VERIFIED" and entry["called"] for entry in ours.values()), ours
     assert "spec ['megatron_plugins.layer_specs', 'deterministic_gpt_layer_spec']" in done.stdout
     return torch.load(result)  # type: ignore[no-any-return]
 
@@ -123,3 +131,58 @@ def test_ignoring_unknown_arguments_does_not_drop_the_flag(tmp_path: Path, one_r
     done = train(tmp_path / "one.pt", 1, f"--deterministic-rocm {ONE} --no-such-argument", IGNORE_UNKNOWN="1")
     assert done.returncode == 0, output(done)
     assert torch.load(tmp_path / "one.pt")["norms"] == one_rank["norms"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after two steps, in a folder that did not exist before."""
+    folder = tmp_path_factory.mktemp("save") / "checkpoints"
+    arguments = (
+        f"--deterministic-rocm {ONE} --train-iters 2 --save {folder} --save-interval 2 --ckpt-format torch"
+    )
+    done = train(folder.with_name("two.pt"), 1, arguments)
+    assert done.returncode == 0, output(done)
+    return folder
+
+
+def resume(saved: Path, tmp_path: Path, change: Callable[[Path], object]) -> subprocess.CompletedProcess[str]:
+    """The third step from a copy of the checkpoint whose neighbour ledger was changed."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved, folder)
+    change(folder / "determinism-ledger.json")
+    return train(tmp_path / "third.pt", 1, f"--deterministic-rocm {ONE} --load {folder} --ckpt-format torch")
+
+
+def test_a_resumed_run_goes_on_with_the_bits_of_one_that_never_stopped(
+    saved: Path, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
+    done = resume(saved, tmp_path, lambda ledger: json.loads(ledger.read_text())["digest"])
+    assert done.returncode == 0, output(done)
+    got = torch.load(tmp_path / "third.pt")
+    assert got["norms"] == one_rank["norms"][2:]
+    assert_equal_bits(got["losses"][0], one_rank["losses"][2], "losses of the third step")
+    for name, want in one_rank["weights"].items():
+        assert_equal_bits(got["weights"][name], want, f"{name} after a resume")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"digest": "f00d"}', ["was written by a run with ledger digest f00d, this run has ", "to go on knowingly"]),
+        ("{", ["sought the ledger beside the checkpoint in", "JSONDecodeError", "restore or remove it"]),
+    ],
+    ids=["another digest", "unreadable"],
+)  # fmt: skip
+def test_a_resume_beside_another_ledger_stops_in_words(
+    text: str, words: list[str], saved: Path, tmp_path: Path
+) -> None:
+    done = resume(saved, tmp_path, lambda ledger: ledger.write_text(text))
+    assert done.returncode != 0 and not (tmp_path / "third.pt").exists()
+    for word in ["GateError", str(tmp_path / "checkpoints"), *words]:
+        assert word in output(done), output(done)
+
+
+def test_a_resume_without_a_ledger_goes_on_knowingly(saved: Path, tmp_path: Path) -> None:
+    """Removing the file is the way out that the refusal names."""
+    done = resume(saved, tmp_path, Path.unlink)
+    assert done.returncode == 0 and (tmp_path / "third.pt").exists(), output(done)

@@ -68,7 +68,7 @@ def write(folder: Path, upstream: str = UPSTREAM, reviewed: str = UPSTREAM, vers
 
 
 def run(folder: Path, program: str, **environment: str) -> str:
-    """Run a program beside the package; returns what it printed, tracebacks included."""
+    """Run a program beside the package; returns what it printed, tracebacks included, and its exit status last."""
     script = folder / "program.py"
     script.write_text(PRELUDE + textwrap.dedent(program))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environment}
@@ -83,4 +83,4 @@ def run(folder: Path, program: str, **environment: str) -> str:
         timeout=60,
         check=False,
     )
-    return done.stdout + done.stderr
+    return f"{done.stdout}{done.stderr}\nexit status {done.returncode}"

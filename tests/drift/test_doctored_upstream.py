@@ -1,4 +1,4 @@
-"""A doctored copy of a real upstream release is named by `check` and refused at import, twice in a row."""
+"""A doctored copy of a real upstream release is named by `check`, refused at import twice in a row, and stops `run`."""
 
 from __future__ import annotations
 
@@ -72,3 +72,35 @@ def test_importing_the_doctored_copy_is_refused_twice(tmp_path: Path) -> None:
     for attempt in (1, 2):
         assert f"{attempt} DriftError" in done.stdout, done.stdout + done.stderr
     assert function in done.stdout and "patches pin megatron.rope" in done.stdout
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["as reviewed", "body edited"])
+def test_run_stops_a_script_whose_upstream_drifted(tmp_path: Path, edited: bool) -> None:
+    """The script itself swallows nothing and asks for nothing: `run` alone must end it, with the sentence."""
+    distribution, version, file, function = CASES[1]
+    tree = tmp_path / "upstream"
+    if edited:
+        _doctored(tree, distribution, version, file, function)
+    else:
+        tree = sources(version, distribution)
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from megatron.core.models.common.embeddings.rope_utils import {function} as f\n"
+        "print('RAN ON with', getattr(f, '__deterministic_rocm__', 'upstream'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "patches", "run", str(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tree), "DETERMINISTIC_ROCM": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not edited:
+        assert done.returncode == 0 and "RAN ON with megatron.rope" in done.stdout, done.stdout + done.stderr
+        return
+    assert done.returncode == 2 and "RAN ON" not in done.stdout, done.stdout
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("DriftError: ")]
+    assert "Traceback" not in done.stderr
+    for words in (function, version, "Sought source:", "Found source:", "patches pin megatron.rope"):
+        assert words in sentence, sentence

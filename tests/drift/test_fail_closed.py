@@ -36,6 +36,58 @@ def edited(old: str, new: str) -> str:
     return UPSTREAM.replace(old, new)
 
 
+def consumer(text: str) -> str:
+    """Writes another module of upstream's package."""
+    return f"(folder / 'upstream' / 'consumer.py').write_text({text!r})"
+
+
+def optional(caught: str) -> str:
+    """A consumer that goes on without an import."""
+    return consumer(
+        f"try:\n    from upstream.core import merge\n    HAVE = True\nexcept {caught}:\n    HAVE = False\n"
+    )
+
+
+CYCLE = UPSTREAM + "\nimport upstream.consumer\n"
+SETTLE = """
+l = arm()
+import upstream.core, upstream.consumer as c
+from patches import gate
+gate.settle(l)
+print("WENT ON", c.Mine().forward(3))
+"""
+LEDGER = """
+import atexit, json
+ledger = pathlib.Path("ledger.json")
+def show():
+    said = json.loads(ledger.read_text())
+    print({{o["id"]: o["called"] for o in said["overrides"]}}, said["written"])
+atexit.register(show)
+l = arm(); import upstream.core as u
+from patches import gate
+gate.settle(l); gate.write(l, [ledger]); show()
+{}
+"""
+COMPILED = """
+import torch, torch._dynamo
+l = arm(); import upstream.core as u
+torch._dynamo.config.error_on_recompile = True
+x, model = torch.arange(4.0), u.Model()
+for backend in ("eager", "aot_eager"):
+    for what, function, entry, want in (
+        ("caller", lambda x: u.merge(x * 2), "up.merge", x * 2 + 3),
+        ("itself", u.merge, "up.merge", x + 3),
+        ("method", lambda x: model.forward(x + 1), "up.forward", (x + 1) * 2),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend, fullgraph=False)
+        l.entries[entry].called = False
+        results = [compiled(x) for _ in range(3)]
+        equal = all(name == "ours" and torch.equal(value, want) for name, value in results)
+        print(backend, what, results[0][0], len(results), equal, l.entries[entry].called)
+"""
+# Root may read whatever it likes: step down first, after the imports that a stranger might not be allowed.
+NOBODY = "import os, patches.catalogue, patches.finder, patches.lock, patches.registry\nif not os.geteuid(): os.seteuid(65534)\n"
 DRIFT = ("DriftError", "Sought source:", "1.5", "patches pin", "without --deterministic-rocm")
 TWICE = """
 arm()
@@ -45,6 +97,30 @@ for attempt in (1, 2):
         print("LOADED", u.merge(1))
     except {caught} as error:
         print(attempt, type(error).__name__ if not isinstance(error, type) else error)
+"""
+SWALLOWED = """
+arm()
+import importlib
+def by_from():
+    from upstream.core import merge
+for attempt, again in enumerate((lambda: __import__("upstream.core"), by_from, lambda: importlib.import_module("upstream.core")), 1):
+    try: import upstream.core; print("LOADED")
+    except: pass
+    try: again(); print("LOADED")
+    except DriftError as error: print(attempt, "DriftError", "merge" if "upstream.core:merge" in str(error) else error)
+print("no leftovers", "upstream.core" not in sys.modules, not hasattr(sys.modules["upstream"], "core"))
+"""
+BUILD = """
+file = folder / "declaration.py"
+file.write_text(file.read_text().replace("def replacement", "{}\\n        def replacement"))
+"""
+MENDED_LATER = """
+arm()
+for attempt in (1, 2):
+    try: import upstream.core; print("LOADED")
+    except DriftError: print(attempt, "DriftError")
+    file = pathlib.Path("upstream/core.py")
+    file.write_text(file.read_text().replace("b=3", "b=2"))
 """
 LATE = ("LateActivationError", "upstream.core", "import patches.auto")
 
@@ -71,6 +147,20 @@ CASES = [
          ("its own error",), upstream=UPSTREAM + "\n1 / 0\n"),
     Case("imported before arming", "import upstream.core\narm()", LATE),
     Case("by-name import before arming", "from upstream.core import merge\narm()", LATE),
+    Case("armed from inside an import cycle, the target half-imported", "import upstream.core\nprint('WENT ON')",
+         ("LateActivationError", "upstream.core is being imported already", "import patches.auto", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("import pathlib, patches\npatches.arm('invariant', declarations=['declaration'], lock_path=pathlib.Path('lock.json'))")),
+    Case("subclass of a class with a target, defined before arming", "from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\narm()\nprint('WENT ON')",
+         (*LATE, "had been imported already", "exit status 1"), never=("WENT ON",)),
+    Case("subclasses defined after arming call the replacement", "arm(); from upstream.core import Model\nclass Mine(Model):\n    def forward(self, x): return 'mine', super().forward(x)\nclass Heir(Model): step = Model.forward\nprint(Mine().forward(3), Heir().forward(3), Heir().step(3))",
+         ("('mine', ('ours', 6)) ('ours', 6) ('ours', 6)",)),
+    Case("a subclass made inside an import cycle inherits the replacement", SETTLE, ("WENT ON ('ours', 6)", "exit status 0"),
+         upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model): pass")),
+    Case("a name taken by value inside an import cycle is found by the gate", SETTLE, ("GateError", "up.merge: upstream.consumer.kept still holds upstream's merge by value", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("from upstream.core import merge as kept")),
+    Case("a method taken by value inside an import cycle is found by the gate", SETTLE,
+         ("GateError", "up.forward: upstream.consumer.Mine.held, upstream.consumer.Mine.step still hold upstream's forward by value", "exit status 1"), never=("WENT ON",),
+         upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\n    held = staticmethod(Model.forward)")),
     Case("armed after a failed arming", "import upstream.core\ntry:\n    arm()\nexcept LateActivationError: pass\nprint(patches.armed_mode())", ("None",)),
     Case("armed twice", "a = arm(); b = arm(); import upstream.core as u; print(a is b, u.merge(1))", ("True ('ours', 4)",), never=("('ours', ('ours'",)),
     Case("two modes", "arm('stable'); arm('invariant')", ("ModeError", "'stable'", "'invariant'")),
@@ -82,24 +172,61 @@ CASES = [
     Case("removed from sys.modules and imported again", "arm(); import upstream.core; del sys.modules['upstream.core']; import upstream.core as u; print(u.merge(1))", ("('ours', 4)",)),
     Case("by-name import after arming", "arm(); from upstream.core import merge; print(merge(1))", ("('ours', 4)",)),
     Case("star import after arming", "arm(); from upstream.core import *; print(merge(1))", ("('ours', 4)",)),
-    Case("drift swallowed by `except ImportError`", TWICE.format(caught="ImportError"), ("DriftError",), upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift is not swallowed by `except ImportError`", "arm()\ntry:\n    import upstream.core\n    print('LOADED')\nexcept ImportError: print('WENT ON')\nprint('REACHED')",
+         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("LOADED", "WENT ON", "REACHED")),
+    Case("a consumer that would do without an ImportError stops the job", "arm(); import upstream.consumer as c\nprint('WENT ON', c.HAVE)",
+         (*DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("ImportError")),
+    Case("the same consumer beside an intact upstream", "arm(); import upstream.consumer as c; print(c.HAVE, c.merge(1))", ("True ('ours', 4)", "exit status 0"), spoil=optional("ImportError")),
     Case("drift swallowed by `except Exception`", TWICE.format(caught="Exception"), ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
-    Case("drift swallowed bare, then from-imported", "arm()\ntry:\n    import upstream.core\nexcept: pass\nfrom upstream.core import merge", ("DriftError",), upstream=edited("b=2", "b=3")),
+    Case("drift swallowed bare, then imported, from-imported and imported by name", SWALLOWED, ("1 DriftError merge", "2 DriftError merge", "3 DriftError merge", "no leftovers True True"),
+         upstream=edited("b=2", "b=3"), never=("LOADED",)),
+    Case("drift swallowed bare by a consumer: the next import stops the job", "arm(); import upstream.consumer as c; print(c.HAVE); import upstream.core\nprint('WENT ON')",
+         ("False", *DRIFT, "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("BaseException")),
+    Case("drift swallowed bare by a consumer: the gate stops the job", "l = arm(); import upstream.consumer as c; print(c.HAVE)\nfrom patches import gate; gate.settle(l)\nprint('WENT ON')",
+         ("False", "GateError", "up.merge is refused", "exit status 1"), upstream=edited("b=2", "b=3"), never=("WENT ON",), spoil=optional("BaseException")),
+    Case("a refusal stays when the file is mended in the meantime", MENDED_LATER, ("1 DriftError", "2 DriftError"), upstream=edited("b=2", "b=3"), never=("LOADED",)),
     Case("one bad target keeps its whole module out", "arm()\ntry:\n    import upstream.core\nexcept DriftError: print('upstream.core' in sys.modules)", ("False",), upstream=edited("b=2", "b=3")),
     Case("the ledger says REFUSED", "l = arm()\ntry:\n    import upstream.core\nexcept DriftError: print(l.entries['up.merge'].state)", ("REFUSED",), upstream=edited("b=2", "b=3")),
     Case("the ledger says APPLIED and NOT_REQUIRED", "l = arm(); import upstream.core; print([(e.state, e.reason) for e in l.entries.values()])",
          ("NOT_REQUIRED", "3.1 has no such function", "APPLIED"), upstream=edited("def merge", "def merge_lse"), version="3.1"),
     Case("lock missing", FINE, ("LockError", "lock.json", "FileNotFoundError", "Reinstall"), spoil="(folder/'lock.json').unlink()"),
     Case("lock is no JSON", FINE, ("LockError", "JSONDecodeError"), spoil="(folder/'lock.json').write_text('{')"),
+    Case("lock that may not be read", NOBODY + FINE, ("LockError", "lock.json", "PermissionError", "Reinstall", "exit status 1"), never=("ours",),
+         spoil="(folder/'lock.json').chmod(0); folder.chmod(0o755)"),
+    Case("lock that is a folder", FINE, ("LockError", "lock.json", "IsADirectoryError", "Reinstall", "exit status 1"), spoil="(folder/'lock.json').unlink(); (folder/'lock.json').mkdir()"),
     Case("lock of another schema", FINE, ("LockError", "schema 9"), spoil="(folder/'lock.json').write_text('{\"schema\": 9}')"),
     Case("lock without the target", FINE, ("DriftError", "none was ever pinned"), spoil="(folder/'lock.json').write_text('{\"schema\": 1, \"targets\": {}}')"),
     Case("duplicate id", FINE, ("RegistryError", "up.merge", "Rename"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"up.merge\", \"upstream.core:helper\")\\n')"),
     Case("duplicate target", FINE, ("RegistryError", "upstream.core:merge"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core:merge\")\\n')"),
     Case("target of another form", FINE, ("TargetError", "upstream.core.merge", "package.module:Qualified.name"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text()+'\\n_declare(\"other\", \"upstream.core.merge\")\\n')"),
     Case("empty field", FINE, ("RegistryError", "'why'"), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('why=\"w\"', 'why=\"\"'))"),
-    Case("build that raises", FINE, ("ZeroDivisionError",), never=("4 6",), spoil="(folder/'declaration.py').write_text((folder/'declaration.py').read_text().replace('def replacement', '1/0\\n        def replacement'))"),
+    Case("build that raises", FINE, ("ApplyError", "up.merge", "ZeroDivisionError", "exit status 1"), never=("4 6",), spoil=BUILD.format("1/0")),
+    Case("build that lacks a package is no missing optional import", "arm()\nimport upstream.consumer as c\nprint('WENT ON', c.HAVE)",
+         ("ApplyError", "up.merge", "No module named 'no_such_kernels'", "Install what is missing", "exit status 1"), never=("WENT ON",),
+         spoil=optional("ImportError") + BUILD.format("import no_such_kernels")),
+    Case("build that raises, swallowed bare: refused for good", "l = arm()\ntry: import upstream.core\nexcept: pass\nfrom patches import gate\ntry: gate.settle(l)\nexcept GateError as e: print('gate', e)\nimport upstream.core",
+         ("gate ", "up.merge is refused", "ApplyError", "exit status 1"), spoil=BUILD.format("1/0")),
+    Case("module without source", FINE, ("ApplyError", "up.merge", "UnicodeDecodeError", "exit status 1"),
+         spoil="import py_compile; py_compile.compile(str(folder/'upstream'/'core.py'), cfile=str(folder/'upstream'/'core.pyc')); (folder/'upstream'/'core.py').unlink()"),
     Case("consumer inside an import cycle sees the replacement", "arm(); import upstream.core, upstream.consumer as c; print(c.call())", ("('ours', 4)",),
-         upstream=UPSTREAM + "\nimport upstream.consumer\n", spoil="(folder/'upstream'/'consumer.py').write_text('import upstream.core as u\\ndef call(): return u.merge(1)\\n')"),
+         upstream=CYCLE, spoil=consumer("import upstream.core as u\ndef call(): return u.merge(1)\n")),
+    Case("installed, never called: the ledger and the log say so at exit", LEDGER.format("u.Model().forward(3)"),
+         ("{'up.merge': False, 'up.forward': True} at exit", "deterministic-rocm: installed, never called in this process: up.merge\n", "exit status 0")),
+    Case("everything called: nothing to say at exit", LEDGER.format("u.merge(1); u.Model().forward(3)"),
+         ("{'up.merge': True, 'up.forward': True} at exit",), never=("never called",)),
+    Case("called before a reload is called after it", LEDGER.format("u.merge(1); u.Model().forward(3); import importlib; importlib.reload(u)"),
+         ("{'up.merge': True, 'up.forward': True} at exit",), never=("never called",)),
+    Case("only upstream's original was called", LEDGER.format("u.merge.__wrapped__(1); u.Model().forward(3)"), ("{'up.merge': False, 'up.forward': True} at exit",)),
+    Case("a process that does not come to its end leaves the gate's ledger", LEDGER.format("u.merge(1); show(); sys.stdout.flush(); import os; os._exit(3)"),
+         ("{'up.merge': False, 'up.forward': False} before the first forward", "exit status 3"), never=("at exit",)),
+    Case("a forked child that ends does not end the parent's ledger", LEDGER.format("import os\nif os.fork() == 0: sys.exit()\nos.wait(); atexit.unregister(show); show(); sys.stdout.flush(); os._exit(0)"),
+         ("{'up.merge': False, 'up.forward': False} before the first forward\n{'up.merge': False, 'up.forward': False} before the first forward",), never=("at exit", "never called")),
+    Case("another run's ledger is left alone at exit", LEDGER.format("u.merge(1); other = ledger.read_text().replace('before', 'long before'); ledger.write_text(other)"), ("long before the first forward",), never=("at exit",)),
+    Case("a ledger that is gone at exit is told", LEDGER.format("u.merge(1); ledger.rename('elsewhere'); atexit.unregister(show)"), ("sought to complete", "ledger.json", "No such file", "exit status 0")),
+    Case("a replacement that is no function cannot tell", LEDGER.format("u.merge(1)"), ("{'up.merge': None, 'up.forward': None} before the first forward", "{'up.merge': None, 'up.forward': None} at exit"), never=("never called",),
+         spoil="file = folder / 'declaration.py'\nfile.write_text(file.read_text().replace('return replacement', 'class Callable:\\n            __call__ = staticmethod(replacement)\\n        return Callable()'))"),
+    Case("an outer torch.compile runs the replacement, compiled once", COMPILED,
+         ("eager caller ours 3 True True", "eager itself ours 3 True True", "eager method ours 3 True True", "aot_eager caller ours 3 True True", "aot_eager itself ours 3 True True", "aot_eager method ours 3 True True", "exit status 0")),
     Case("a forked child is armed", "import os\narm()\npid = os.fork()\nif pid == 0:\n    import upstream.core as u\n    print(u.merge(1)); sys.stdout.flush(); os._exit(0)\nos.waitpid(pid, 0)", ("('ours', 4)",)),
     Case("a child process inherits the variable", "import subprocess\narm()\nprint(subprocess.run([sys.executable, '-c', 'import patches; from patches.arming import mode_from_environment as m; print(m())'], capture_output=True, text=True).stdout)", ("invariant",)),
     Case("a replaced function pickles by name", "arm(); import pickle, upstream.core as u; print(pickle.loads(pickle.dumps(u.merge)) is u.merge)", ("True",)),
@@ -107,7 +234,7 @@ CASES = [
     Case("tools still find the source", "arm(); import inspect, upstream.core as u; print(inspect.getsource(u).count('def merge'), u.__loader__.__class__.__name__)", ("1 SourceFileLoader",)),
     Case("arming imports no torch and no upstream", "arm(); print('torch' in sys.modules, 'upstream' in sys.modules)", ("False False",)),
     Case("errors are no ImportErrors", "import patches.errors as e; print([n for n, c in vars(e).items() if isinstance(c, type) and issubclass(c, ImportError)])", ("[]",)),
-    Case("`run` on a script whose upstream drifted", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
+    Case("`run` in a mode that does not exist", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
 ]  # fmt: skip
 
 

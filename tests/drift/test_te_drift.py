@@ -32,7 +32,9 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_every_target_of_a_supported_release_is_as_reviewed(version: str) -> None:
     check = _python("-m", "patches", "check", "--json", "--tree", str(sources(version)))
     findings = {f["id"]: f["verdict"] for f in json.loads(check.stdout) if f["id"].startswith("te.")}
-    assert set(findings.values()) == {"accepted", "outside"}, check.stdout
+    compiled = {id for id, verdict in findings.items() if verdict == "not checkable here"}
+    assert compiled == {"te.thd_second_half_lse_correction", "te.thd_out_correction"}, check.stdout
+    assert set(findings.values()) == {"accepted", "outside", "not checkable here"} and not check.returncode
     assert sum(verdict == "accepted" for verdict in findings.values()) == (5 if version == "2.20.2" else 6)
 
 
@@ -80,3 +82,44 @@ def test_a_checkout_installed_in_place_is_armed_and_an_unknown_release_says_how_
     info.write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.16.0.dev0+abc\n")
     known = _python("-c", program, **environment)
     assert known.returncode == 0 and "APPLIED" in known.stdout and "REFUSED" not in known.stdout, known.stderr
+
+
+def test_a_release_whose_ring_lies_elsewhere_is_refused_not_left_as_it_is(tmp_path: Path) -> None:
+    """TransformerEngine 2.2 has the same functions in attention.py: without a refusal nothing would be replaced."""
+    tree = sources("2.2.0")
+    program = f"""
+import ast, pathlib, sys, types
+import patches.auto
+# Upstream's own functions in its own module, without the compiled half that the rest of it imports.
+source = pathlib.Path({str(tree)!r}, "transformer_engine/pytorch/attention.py")
+for name in ("transformer_engine", "transformer_engine.pytorch"):
+    module = types.ModuleType(name)
+    module.__path__ = [str(pathlib.Path({str(tree)!r}, *name.split(".")))]
+    sys.modules[name] = module
+import importlib.abc, importlib.machinery
+class Functions(importlib.machinery.SourceFileLoader):
+    def source_to_code(self, data, path, **_):
+        kept = [n for n in ast.parse(data).body if getattr(n, "name", "").endswith("lse_correction")]
+        return compile(ast.Module(body=kept, type_ignores=[]), path, "exec")
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformer_engine.pytorch.attention":
+            return importlib.util.spec_from_file_location(name, source, loader=Functions(name, str(source)))
+import importlib.util
+sys.meta_path.insert(1, Finder())
+import builtins, torch
+builtins.jit_fuser, builtins.torch = (lambda f: f), torch
+for _ in range(2):
+    try:
+        import transformer_engine.pytorch.attention
+        print("IMPORTED")
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+    run = _python("-c", program, DETERMINISTIC_ROCM="stable")
+    assert run.stdout.count("NotCoveredError sought TransformerEngine 2.3 or newer") == 2, (
+        run.stdout + run.stderr
+    )
+    assert "IMPORTED" not in run.stdout
+    check = _python("-m", "patches", "check", "te.before_context_parallel_module", "--tree", str(tree))
+    assert check.returncode == 0 and "as reviewed, transformer-engine 2.2.0" in check.stdout, check.stdout

@@ -86,6 +86,11 @@ def merges() -> dict[str, list[int]]:
             kernel.merge_lse_(got, other)
             reference.merge_lse_(want, other)
             compare(f"merge_lse_ {layout} {lse_dtype}", [(got, want)])
+        turned = step.transpose(0, 2).contiguous().transpose(0, 2)
+        got, want = lse.clone(), lse.clone()
+        kernel.merge_lse_(got, turned)
+        reference.merge_lse_(want, turned)
+        compare(f"merge_lse_ contiguous with transposed {lse_dtype}", [(got, want)])
         got, want = lse.clone(), lse.clone()
         for module, target in ((kernel, got), (reference, want)):
             module.merge_second_half_lse_(target.view(2, 3, 2, 100), step[..., 100:])

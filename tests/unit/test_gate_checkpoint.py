@@ -45,3 +45,29 @@ def test_an_unreadable_ledger_is_refused(checkpoint: Path) -> None:
 def test_a_run_without_megatrons_arguments_has_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
     assert gate._beside("load") == []
+
+
+def _save_into(folder: str) -> None:
+    sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS.save = folder
+
+
+def test_the_folder_of_checkpoints_to_come_is_made(checkpoint: Path) -> None:
+    """Upstream makes it when it saves, long after the ledger is written."""
+    _save_into(str(checkpoint / "new" / "run"))
+    assert gate._beside_checkpoints_to_come() == [checkpoint / "new" / "run" / gate.LEDGER_NAME]
+    assert (checkpoint / "new" / "run").is_dir()
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "file").write_text("")
+    _save_into(str(checkpoint / "file" / "run"))
+    with pytest.raises(GateError, match=r"of --save, found .*file/run.*name a folder"):
+        gate._beside_checkpoints_to_come()
+
+
+def test_checkpoints_in_an_object_store_have_no_neighbour(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    _save_into("msc://bucket/run")
+    assert gate._beside_checkpoints_to_come() == [] and list(checkpoint.iterdir()) == []

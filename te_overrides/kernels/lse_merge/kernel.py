@@ -9,12 +9,13 @@ Every function takes what the reference takes and raises what it raises. Use `op
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 
-from te_overrides.kernels.launching import Launcher
+from te_overrides.kernels.launching import Launch, Plans, signature
 from te_overrides.kernels.lse_merge import reference
 from te_overrides.kernels.lse_merge.lse_kernel import (
     ADD,
@@ -32,30 +33,41 @@ MERGE_BLOCK, MERGE_THREADS = 1024, 128
 WEIGHTS_BLOCK, WEIGHTS_THREADS = 256, 128
 OUT_ROWS, OUT_COLUMNS, OUT_THREADS = 32, 128, 256
 
-_merge, _weights, _correct_out = Launcher(merge_kernel), Launcher(weights_kernel), Launcher(correct_kernel)
+_plans = Plans()
 
 
 def merge_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) -> None:
     """`reference.merge_lse_` on a GPU."""
-    reference.require_mergeable(softmax_lse, softmax_lse_per_step)
-    if softmax_lse.numel() == 0:
+    key = (softmax_lse.device, signature(softmax_lse), signature(softmax_lse_per_step))
+    plan = _plans(key, _plan_merge, softmax_lse, softmax_lse_per_step)
+    if plan is None:
         return
-    lse, step = _three_dimensions(softmax_lse), _three_dimensions(softmax_lse_per_step)
-    if lse is None or step is None:
+    with _device_of(softmax_lse):
+        if isinstance(plan, Launch):
+            plan(softmax_lse, softmax_lse_per_step)
+            return
         # Neither layout can be walked in three strides: take the long way through contiguous copies.
         copy = softmax_lse.contiguous()
-        merge_lse_(copy.view(1, 1, -1), softmax_lse_per_step.contiguous().view(1, 1, -1))
+        merge_lse_(copy, softmax_lse_per_step.contiguous())
         softmax_lse.copy_(copy)
-        return
+
+
+def _plan_merge(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) -> Launch | str | None:
+    reference.require_mergeable(softmax_lse, softmax_lse_per_step)
+    if softmax_lse.numel() == 0:
+        return None
+    pair = (softmax_lse, softmax_lse_per_step)
+    if all(x.is_contiguous() for x in pair):
+        lse, step = (x.view(1, 1, -1) for x in pair)
+    elif softmax_lse.dim() <= 3:
+        lse, step = (x[(None,) * (3 - x.dim())] for x in pair)
+    else:
+        return "copy"
     first, second, length = lse.shape
     blocks = triton.cdiv(length, MERGE_BLOCK)
-    _merge(
-        (first * second * blocks, 1, 1),
-        (lse, step),
-        (*lse.stride(), *step.stride(), second, length, blocks),
-        {"BLOCK": MERGE_BLOCK},
-        options(MERGE_THREADS),
-    )
+    integers = (*lse.stride(), *step.stride(), second, length, blocks)
+    grid = (first * second * blocks, 1, 1)
+    return Launch(merge_kernel, grid, integers, {"BLOCK": MERGE_BLOCK}, options(MERGE_THREADS))
 
 
 def merge_second_half_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) -> None:
@@ -140,46 +152,76 @@ def _correct(
     step_lse: torch.Tensor,
     seq_dim: int,
 ) -> None:
-    for lse in {id(old_lse): old_lse, id(new_lse): new_lse}.values():
+    tensors = (out, out_per_step, old_lse, new_lse, step_lse)
+    key = (form, seq_dim, out.device, *map(signature, tensors))
+    plan = _plans(key, _plan_correction, form, *tensors, seq_dim)
+    if plan is None:
+        return
+    weigh, correct, dtype, count = plan
+    with _device_of(out):
+        weights = torch.empty(count, dtype=dtype, device=out.device)
+        weigh(old_lse, new_lse, step_lse, weights)
+        if correct is not None:
+            correct(out, out_per_step, weights)
+
+
+def _plan_correction(
+    form: int,
+    out: torch.Tensor,
+    out_per_step: torch.Tensor,
+    old_lse: torch.Tensor,
+    new_lse: torch.Tensor,
+    step_lse: torch.Tensor,
+    seq_dim: int,
+) -> tuple[Launch, Launch | None, torch.dtype, int] | None:
+    """Both launches (the second is absent where outputs have no columns), dtype and number of the weights."""
+    for lse in (old_lse, new_lse):
         reference.require_mergeable(lse, step_lse)
     reference.require_correctable(out, out_per_step, step_lse, seq_dim)
-    batch, heads, length = step_lse.shape
+    _, heads, length = step_lse.shape
     rows = step_lse.numel()
     if rows == 0:
-        return
+        return None
     if rows > 2**31 - 1:
         raise ValueError(f"LSE merge: {rows} rows of output; at most 2^31 - 1 are addressed in one launch")
     wide = torch.float64 in (out.dtype, out_per_step.dtype, old_lse.dtype, new_lse.dtype, step_lse.dtype)
-    weights = torch.empty(
-        (2 if form in (RESCALE, MERGE) else 1, rows),
-        dtype=torch.float64 if wide else torch.float32,
-        device=out.device,
-    )
-    _weights(
+    weigh = Launch(
+        weights_kernel,
         (triton.cdiv(rows, WEIGHTS_BLOCK), 1, 1),
-        (old_lse, new_lse, step_lse, weights),
         (*old_lse.stride(), *new_lse.stride(), *step_lse.stride(), rows, heads, length),
         {"FORM": form, "BLOCK": WEIGHTS_BLOCK},
         options(WEIGHTS_THREADS),
     )
     columns = out.shape[-1]
-    if columns == 0:
-        return
-    block_columns = min(OUT_COLUMNS, triton.next_power_of_2(columns))
-    # Weights lie as [b, h, s]; the output's first three dimensions are [b, s, h] or [s, b, h].
-    strides = (heads * length, 1, length) if seq_dim == 1 else (1, heads * length, length)
-    _correct_out(
-        (triton.cdiv(rows, OUT_ROWS), triton.cdiv(columns, block_columns), 1),
-        (out, out_per_step, weights),
-        (*out.stride(), *out_per_step.stride(), *strides, rows, out.shape[1], out.shape[2], columns),
-        {
-            "FORM": form,
-            "BLOCK_ROWS": OUT_ROWS,
-            "BLOCK_COLUMNS": block_columns,
-            "WHOLE": columns % block_columns == 0,
-        },
-        options(OUT_THREADS),
-    )
+    correct = None
+    if columns:
+        block_columns = min(OUT_COLUMNS, triton.next_power_of_2(columns))
+        # Weights lie as [b, h, s]; the output's first three dimensions are [b, s, h] or [s, b, h].
+        strides = (heads * length, 1, length) if seq_dim == 1 else (1, heads * length, length)
+        correct = Launch(
+            correct_kernel,
+            (triton.cdiv(rows, OUT_ROWS), triton.cdiv(columns, block_columns), 1),
+            (*out.stride(), *out_per_step.stride(), *strides, rows, out.shape[1], out.shape[2], columns),
+            {
+                "FORM": form,
+                "BLOCK_ROWS": OUT_ROWS,
+                "BLOCK_COLUMNS": block_columns,
+                "WHOLE": columns % block_columns == 0,
+            },
+            options(OUT_THREADS),
+        )
+    count = rows * (2 if form in (RESCALE, MERGE) else 1)
+    return weigh, correct, torch.float64 if wide else torch.float32, count
+
+
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
+def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of `x` the current one if it is not."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
 
 
 @functools.cache
@@ -192,12 +234,3 @@ def threads_of_a_warp() -> int:
 def options(threads: int) -> dict[str, Any]:
     """Compiler options of a launch with so many threads a program."""
     return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}
-
-
-def _three_dimensions(x: torch.Tensor) -> torch.Tensor | None:
-    """A view of `x` with three dimensions, one if `x` is contiguous; None where strides do not allow it."""
-    if x.is_contiguous():
-        return x.view(1, 1, -1)
-    while x.dim() < 3:
-        x = x.unsqueeze(0)
-    return x if x.dim() == 3 else None

@@ -36,17 +36,13 @@ def swiglu_backward(
     return dgate.to(gate.dtype), dup.to(gate.dtype)
 
 
-class SwiGLU(torch.autograd.Function):
-    """Autograd form over the packed ``[gate; up]`` last dimension of Megatron's fc1 output."""
+def swiglu_packed(packed: torch.Tensor) -> torch.Tensor:
+    """`swiglu` over a packed ``[gate; up]`` last dimension: [..., 2 I] -> [..., I]."""
+    gate, up = torch.chunk(packed, 2, dim=-1)
+    return swiglu(gate, up)
 
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, packed: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(packed)
-        gate, up = torch.chunk(packed, 2, dim=-1)
-        return swiglu(gate, up)
 
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
-        (packed,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        gate, up = torch.chunk(packed, 2, dim=-1)
-        return torch.cat(swiglu_backward(grads[0], gate, up), dim=-1)
+def swiglu_packed_backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The packed gradient [..., 2 I] of `swiglu_packed` for `grad` [..., I]."""
+    gate, up = torch.chunk(packed, 2, dim=-1)
+    return torch.cat(swiglu_backward(grad, gate, up), dim=-1)
