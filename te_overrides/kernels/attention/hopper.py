@@ -19,6 +19,7 @@ from te_overrides.kernels.attention.coverage import Problem
 from te_overrides.kernels.attention.hopper_dkv import hopper_dkv_kernel
 from te_overrides.kernels.attention.hopper_dq import hopper_dq_kernel
 from te_overrides.kernels.attention.hopper_forward import hopper_forward_kernel
+from te_overrides.kernels.attention.launcher import LIMIT
 from te_overrides.kernels.attention.runs import FAR, Run, work_table
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -224,7 +225,7 @@ class _Descriptor:
 
 
 class _Launcher:
-    """As `te_overrides.kernels.launching.Launcher`, for kernels whose first parameters are tensor descriptors."""
+    """As `Launcher`, for kernels whose first parameters are tensor descriptors."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -253,6 +254,8 @@ class _Launcher:
         )
         compiled = self._known.get(key)
         if compiled is None:
+            if len(self._known) >= LIMIT:
+                self._known.clear()
             examined = [descriptor.examined() for descriptor in descriptors]
             self._known[key] = self.function[(programs,)](
                 *examined, *tensors, *numbers, **constants, num_warps=4, enable_fp_fusion=False
