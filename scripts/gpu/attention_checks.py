@@ -2,7 +2,7 @@
 
     python scripts/gpu/attention_checks.py [--json FILE] [--no-times] [--processes N] [--only TEXT …]
 
-Bits (attention_cases.py): CP 1/2/4/8 times TP 1/2/4/8 in both layouts, batch composition, 100 repeats beside other
+Bits (attention_bits.py): CP 1/2/4/8 times TP 1/2/4/8 in both layouts, batch composition, 100 repeats beside other
 work, every launch of a class and free variations of it, Hopper's kernels against the portable ones, packed sequences
 with NaN between them, decode over pages against prefill. Exit status 1 when an element differs or a case did not run,
 2 without a GPU. Times are medians of CUDA events on random data, all candidates in turn; speed is cuDNN's time over
@@ -30,7 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from attention_cases import CASES, CAUSAL, NAMES, everything, operands, whole
+from attention_bits import CASES, CAUSAL, NAMES, everything, operands, whole
+
 from te_overrides.kernels.attention import kernel
 from te_overrides.kernels.attention.launch_table import Entries, entries_for
 from te_overrides.kernels.attention.runs import Run

@@ -237,7 +237,8 @@ def _check_own_rows(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _boundaries(cumulative: Sequence[int] | Tensor, name: str) -> list[int]:
-    bounds = [int(x) for x in cumulative]
+    # One copy from the device, not one a number.
+    bounds = [int(x) for x in (cumulative.tolist() if isinstance(cumulative, Tensor) else cumulative)]
     if not bounds or bounds[0] != 0 or any(b < a for a, b in itertools.pairwise(bounds)):
         raise AttentionError(f"{name} = {bounds}: it must hold n + 1 numbers, start at 0 and never descend")
     return bounds
