@@ -114,7 +114,7 @@ def median_ms(functions: dict[str, Callable[[], Any]], repeats: int = 25) -> dic
         for _ in range(3):
             function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    flush = torch.empty(64 << 20, device="cuda", dtype=torch.int8)
+    flush = torch.empty(256 << 20, device="cuda", dtype=torch.int8)
     for _ in range(repeats):
         for name, function in functions.items():
             flush.zero_()

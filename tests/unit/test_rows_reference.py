@@ -20,7 +20,8 @@ from te_overrides.kernels.grad_norm.reference import (
 from te_overrides.kernels.granules import reference as granules
 from te_overrides.kernels.rmsnorm.reference import rmsnorm, rmsnorm_backward
 from te_overrides.kernels.rope.reference import Rope
-from te_overrides.kernels.swiglu.ops import SwiGLU, swiglu
+from te_overrides.kernels.swiglu.ops import SwiGLU
+from te_overrides.kernels.swiglu.reference import swiglu
 
 
 def _randn(*shape: int, seed: int = 0) -> torch.Tensor:

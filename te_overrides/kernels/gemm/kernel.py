@@ -24,6 +24,8 @@ import triton.language as tl
 
 from te_overrides.kernels.gemm.launch_table import Launch, launch_for
 from te_overrides.kernels.gemm.reference import LANES, LaneError, cut_lanes, lanes_per_rank
+from te_overrides.kernels.launching import Launch as PlannedLaunch
+from te_overrides.kernels.launching import Plans, signature
 
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -95,39 +97,39 @@ def gemm_kernel(
     s1 = tl.zeros((BM, BN), LANE)
     s2 = tl.zeros((BM, BN), LANE)
     total = tl.zeros((BM, BN), LANE)
-    for lane in tl.static_range(COUNT):
-        acc = tl.zeros((BM, BN), tl.float32)
-        for segment in tl.static_range(SEGMENTS):
-            begin = segment * segment_width + lane * lane_width
-            for step in range(tl.cdiv(lane_width, BK)):
-                # A tail is masked inside its lane: zeros leave the chain as it is.
-                inside = step * BK + k < lane_width
-                at = begin + step * BK + k
-                x = tl.load(a_row + at[None, :] * a_k, row_ok & inside[None, :], 0.0)  # [BM, BK]
-                y = tl.load(b_column + at[:, None] * b_k, column_ok & inside[:, None], 0.0)  # [BK, BN]
-                acc = tl.dot(x, y, acc, input_precision="ieee")
-        part = _round_lane(acc, LANE, HIP)
-        if lane % 2 == 0:
-            if COUNT == 1:
-                total = part
-            else:
-                s0 = part
-        else:
-            part = s0 + part
-            if lane % 4 == 1:
-                if COUNT == 2:
-                    total = part
+    acc = tl.zeros((BM, BN), tl.float32)
+    steps = tl.cdiv(lane_width, BK)
+    # One loop over all lanes, so that the pipeline of loads never drains between them.
+    for number in range(COUNT * SEGMENTS * steps):
+        step = number % steps
+        part_of_k = number // steps
+        lane = part_of_k // SEGMENTS
+        # A tail is masked inside its lane: zeros leave the chain as it is.
+        inside = step * BK + k < lane_width
+        at = (part_of_k % SEGMENTS) * segment_width + lane * lane_width + step * BK + k
+        x = tl.load(a_row + at[None, :] * a_k, row_ok & inside[None, :], 0.0)  # [BM, BK]
+        y = tl.load(b_column + at[:, None] * b_k, column_ok & inside[:, None], 0.0)  # [BK, BN]
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+        if COUNT > 1:
+            if (number + 1) % (SEGMENTS * steps) == 0:
+                part = _round_lane(acc, LANE, HIP)
+                # A binary counter: the lane's trailing ones say how many levels close here.
+                if lane % 2 == 0:
+                    s0 = part
                 else:
-                    s1 = part
-            else:
-                part = s1 + part
-                if lane % 8 == 3:
-                    if COUNT == 4:
-                        total = part
+                    part = s0 + part
+                    if lane % 4 == 1:
+                        s1 = part
                     else:
-                        s2 = part
-                else:
-                    total = s2 + part
+                        part = s1 + part
+                        if lane % 8 == 3:
+                            s2 = part
+                        else:
+                            part = s2 + part
+                total = part
+                acc = tl.zeros((BM, BN), tl.float32)
+    if COUNT == 1:
+        total = _round_lane(acc, LANE, HIP)
     tl.store(c + rows[:, None] * c_m + columns[None, :], total.to(OUT), row_ok & column_ok)
 
 
@@ -183,21 +185,34 @@ def _run(
     if len(set(segments)) != 1:
         raise LaneError(f"segments {list(segments)} differ in size; lanes take the same slice of each")
     width = cut_lanes(segments[0], count)[0].stop
-    (m, _), n = a.shape, b.shape[0]
-    c = torch.empty(m, n, dtype=out, device=a.device)
+    c = torch.empty(a.shape[0], b.shape[0], dtype=out, device=a.device)
     if not c.numel():
         return c
+    key = (a.device, signature(a), signature(b), operation, count, len(segments), width, lane, out, entry)
+    launch = _plans(key, _plan, a, b, c, operation, count, segments, width, lane, entry)
+    if a.device.index == torch.cuda.current_device():
+        launch(a, b, c)
+    else:
+        with torch.cuda.device(a.device):
+            launch(a, b, c)
+    return c
+
+
+def _plan(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, operation: str, count: int, segments: Sequence[int], width: int,
+    lane: torch.dtype, entry: Launch | None,
+) -> PlannedLaunch:  # fmt: skip
     hip = torch.version.hip is not None
+    m, n = c.shape
     # float32 is there for tests: one small tile, whatever M.
     entry = entry or launch_for(architecture(a.device), operation, 1 if a.dtype is torch.float32 else m)
-    grid = (triton.cdiv(m, entry.block_m) * triton.cdiv(n, entry.block_n),)
-    with torch.cuda.device(a.device):
-        gemm_kernel[grid](
-            a, b, c, m, n, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), width, segments[0],
-            **constexprs(entry, count=count, segments=len(segments), lane=lane, out=out, hip=hip),
-            **options(entry, hip),
-        )  # fmt: skip
-    return c
+    grid = (triton.cdiv(m, entry.block_m) * triton.cdiv(n, entry.block_n), 1, 1)
+    integers = (m, n, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), width, segments[0])
+    constants = constexprs(entry, count=count, segments=len(segments), lane=lane, out=c.dtype, hip=hip)
+    return PlannedLaunch(gemm_kernel, grid, integers, constants, options(entry, hip))
+
+
+_plans = Plans()
 
 
 def one_lane(

@@ -34,37 +34,43 @@ class Launch:
 
 
 CUDA, GFX942, GFX950 = "sm_90", "gfx942", "gfx950"
-ROWS = (16, 64, 1 << 30)
+ROWS = (16, 32, 64, 1 << 30)
 """Upper ends of the buckets of M."""
 
 TABLE: dict[tuple[str, str], tuple[Launch, ...]] = {
     (CUDA, "one_lane"): (
-        Launch(16, 64, 128, 4, 5),
+        Launch(16, 32, 128, 4, 6),
+        Launch(32, 32, 128, 4, 6),
         Launch(64, 64, 128, 4, 4),
         Launch(128, 256, 64, 8, 3),
     ),
     (CUDA, "lane_tree"): (
-        Launch(16, 64, 128, 4, 5),
+        Launch(16, 32, 128, 4, 6),
+        Launch(32, 32, 128, 4, 6),
         Launch(64, 64, 128, 4, 4),
         Launch(128, 128, 64, 8, 4),
     ),
     (GFX942, "one_lane"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16, kpack=2),
+        Launch(32, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(64, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(128, 128, 64, 8, 2, nonkdim=16, kpack=2),
     ),
     (GFX942, "lane_tree"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16, kpack=2),
+        Launch(32, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(64, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(128, 128, 64, 8, 2, nonkdim=16, kpack=2),
     ),
     (GFX950, "one_lane"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16),
+        Launch(32, 64, 64, 4, 2, nonkdim=16),
         Launch(64, 64, 64, 4, 2, nonkdim=16),
         Launch(128, 128, 64, 8, 2, nonkdim=16),
     ),
     (GFX950, "lane_tree"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16),
+        Launch(32, 64, 64, 4, 2, nonkdim=16),
         Launch(64, 64, 64, 4, 2, nonkdim=16),
         Launch(128, 128, 64, 8, 2, nonkdim=16),
     ),

@@ -15,6 +15,7 @@ from te_overrides.kernels import accounting
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm import reference
 from te_overrides.kernels.gemm.reference import LANES, LaneError, lanes_per_rank
+from te_overrides.kernels.swiglu.ops import swiglu_packed
 
 
 def _hopper(a: torch.Tensor, b: torch.Tensor, count: int, segments: int, lane: torch.dtype | None) -> bool:
@@ -51,6 +52,34 @@ def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     from te_overrides.kernels.gemm import kernel
 
     return kernel.one_lane(a, b, dtype)
+
+
+@eager_only
+def gated(a: torch.Tensor, b: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SwiGLU of a packed projection: ``silu(A G^T) * (A U^T)``, every stage rounded as by itself.
+
+    Args:
+        a: [M, K].
+        b: [2 N, K], the gate's rows G, then the up projection's rows U.
+        keep: whether the projections themselves are wanted as well.
+
+    Returns:
+        [M, N], and [M, 2 N] or None.
+
+    Raises:
+        LaneError: operands that do not fit.
+    """
+    n = b.shape[0] // 2
+    if a.is_cuda and b.stride(1) == 1 and n % 8 == 0 and _hopper(a, b, 1, 1, None):
+        from te_overrides.kernels.gemm import hopper
+
+        _require_product(a, b)
+        out = torch.empty(a.shape[0], n, dtype=a.dtype, device=a.device)
+        packed = torch.empty(a.shape[0], 2 * n, dtype=a.dtype, device=a.device) if keep else None
+        hopper.product(a, b, out, packed=packed, gated=True)
+        return out, packed
+    packed = one_lane(a, b)
+    return swiglu_packed(packed), packed if keep else None
 
 
 @eager_only

@@ -18,19 +18,29 @@ def _implementation(x: torch.Tensor) -> ModuleType:
     return kernel
 
 
+@eager_only
+def swiglu_packed(packed: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of a packed ``[gate; up]`` last dimension: [..., 2 I] -> [..., I]."""
+    out: torch.Tensor = _implementation(packed).swiglu_packed(packed)
+    return out
+
+
+@eager_only
+def swiglu_packed_backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """The packed gradient [..., 2 I] of `swiglu_packed` for `grad` [..., I]."""
+    out: torch.Tensor = _implementation(packed).swiglu_packed_backward(grad, packed)
+    return out
+
+
 class SwiGLU(torch.autograd.Function):
-    """Over the packed ``[gate; up]`` last dimension of Megatron's fc1 output: [..., 2 I] -> [..., I]."""
+    """`swiglu_packed` with its gradient."""
 
     @staticmethod
-    @eager_only
     def forward(ctx: torch.autograd.function.FunctionCtx, packed: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(packed)
-        out: torch.Tensor = _implementation(packed).swiglu_packed(packed)
-        return out
+        return swiglu_packed(packed)
 
     @staticmethod
-    @eager_only
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
         (packed,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        out: torch.Tensor = _implementation(packed).swiglu_packed_backward(grads[0], packed)
-        return out
+        return swiglu_packed_backward(grads[0], packed)
