@@ -7,12 +7,7 @@ same device functions, and their bits are equal (scripts/gpu/attention_checks.py
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-
-# Triton 3.6 has the long names alone, later versions the short ones alone.
-_SHORT = hasattr(tma, "async_load")
-async_load = tma.async_load if _SHORT else tma.async_copy_global_to_shared
-async_store = tma.async_store if _SHORT else tma.async_copy_shared_to_global
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 
 @gluon.jit

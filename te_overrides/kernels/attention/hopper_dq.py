@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from te_overrides.kernels.attention.device import key_range, positive_zero, probabilities, sees
-from te_overrides.kernels.attention.hopper_common import async_load, async_store, item, work_line, zero_tail
+from te_overrides.kernels.attention.hopper_common import item, work_line, zero_tail
+from te_overrides.kernels.hopper_names import async_load, async_store
 
 
 @gluon.jit

@@ -28,7 +28,8 @@ from te_overrides.kernels.attention.device import (
     sees,
     softmax_step,
 )
-from te_overrides.kernels.attention.hopper_common import async_load, async_store, item, work_line, zero_tail
+from te_overrides.kernels.attention.hopper_common import item, work_line, zero_tail
+from te_overrides.kernels.hopper_names import async_load, async_store
 
 
 @gluon.jit

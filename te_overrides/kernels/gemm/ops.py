@@ -69,15 +69,6 @@ def gated(a: torch.Tensor, b: torch.Tensor, keep: bool) -> tuple[torch.Tensor, t
     Raises:
         LaneError: operands that do not fit.
     """
-    n = b.shape[0] // 2
-    if a.is_cuda and b.stride(1) == 1 and n % 8 == 0 and _hopper(a, b, 1, 1, None):
-        from te_overrides.kernels.gemm import hopper
-
-        _require_product(a, b)
-        out = torch.empty(a.shape[0], n, dtype=a.dtype, device=a.device)
-        packed = torch.empty(a.shape[0], 2 * n, dtype=a.dtype, device=a.device) if keep else None
-        hopper.product(a, b, out, packed=packed, gated=True)
-        return out, packed
     packed = one_lane(a, b)
     return swiglu_packed(packed), packed if keep else None
 

@@ -1,0 +1,136 @@
+"""The Hopper GEMM compiles without a GPU: the matrix instruction of the numerics class, accumulators in registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+runtime = pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from te_overrides.kernels.gemm import hopper  # noqa: E402
+
+# Bytes of stack that loop counters may take; one register of an accumulator too many would be hundreds.
+SCALARS = 16
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+PLAIN = {
+    "SEGMENTS": 1,
+    "A_K": True,
+    "B_K": True,
+    "WIDE": False,
+    "ADD": False,
+    "POSITIVE": False,
+    "GATED": False,
+}
+
+
+def built(dtype: torch.dtype, block_n: int, lanes: int, **more: Any) -> Any:
+    """One variant, as `hopper.product` launches it."""
+    flags = PLAIN | {"KEEP": False} | more
+    rows = 1 if block_n == 128 else 10**6
+    tile = hopper.launch(rows, 4096, lanes, flags["WIDE"], 132)
+    assert tile["BN"] == block_n
+    if flags["GATED"]:
+        tile |= {"CN": 64}
+    width = block_n // 2 if flags["GATED"] else block_n
+    blocks = {
+        "a": [64, 64],
+        "b": [width, 64] if flags["B_K"] else [64, width],
+        "c": [64, tile["CN"]],
+        "packed": [64, tile["CN"]],
+    }
+
+    def descriptor(name: str) -> str:
+        return f"tensordesc<{NAMES[dtype]}{blocks[name]},{hopper._layout(tuple(blocks[name]), dtype)!r}>"
+
+    function = hopper.gemm_kernel
+    constants = tile | flags | {
+        "BM": 128, "BK": 64, "LANES": lanes, "DTYPE": hopper.GL_DTYPE[dtype],
+        "C_LAYOUT": hopper._layout(tuple(blocks["c"]), dtype),
+    }  # fmt: skip
+    types = {name: descriptor(name) for name in blocks} | {"scratch": f"*{NAMES[dtype]}"}
+    if flags["WIDE"]:
+        types |= {"c": "*fp32", "packed": "*fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in function.arg_names}
+    source = runtime.GluonASTSource(
+        fn=function,
+        signature=signature,
+        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(function.arg_names)
+            if signature[name].startswith("*") or name == "stride"
+        },
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def stack(kernel: Any) -> int:
+    """Bytes of a thread's stack: what does not fit into its registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", report)[1])  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "block_n", "lanes", "more"),
+    [
+        (torch.bfloat16, 256, 1, {}),
+        (torch.bfloat16, 256, 8, {}),
+        (torch.bfloat16, 128, 8, {}),
+        (torch.float16, 256, 8, {}),
+        (torch.bfloat16, 256, 4, {}),
+        (torch.bfloat16, 256, 8, {"SEGMENTS": 2, "B_K": False}),
+        (torch.bfloat16, 256, 1, {"A_K": False, "B_K": False, "POSITIVE": True}),
+        (torch.bfloat16, 256, 1, {"A_K": False, "B_K": False, "WIDE": True}),
+    ],
+)  # fmt: skip
+def test_it_compiles_to_one_instruction_without_spilled_accumulators(
+    dtype: torch.dtype, block_n: int, lanes: int, more: dict[str, Any]
+) -> None:
+    kernel = built(dtype, block_n, lanes, **more)
+    found = set(
+        re.findall(r"(wgmma\.mma_async|mma\.sync)\S*?\.m64n(\d+)k16\.f32\.(bf16|f16)\.", kernel.asm["ptx"])
+    )
+    assert found == {("wgmma.mma_async", str(block_n), "bf16" if dtype == torch.bfloat16 else "f16")}
+    assert not re.search(r"\b(?:red|atom)\.(?:global|shared)", kernel.asm["ptx"])
+    assert stack(kernel) <= SCALARS
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"GATED": True, "KEEP": True}, {"A_K": False, "B_K": False, "WIDE": True, "ADD": True}]
+)
+def test_an_epilogue_that_needs_more_registers_compiles(more: dict[str, Any]) -> None:
+    """Spills once a tile, outside the loop over K."""
+    assert built(torch.bfloat16, 256, 1, **more).metadata.shared <= 227 * 1024
+
+
+def test_what_it_cannot_take_is_said() -> None:
+    a, b = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(256, 512, dtype=torch.bfloat16)
+    assert hopper.obstacle(a, b, count=8) is None
+    assert hopper.obstacle(a.t().contiguous().t(), b.t().contiguous().t()) is None
+    for words, x, y, more in (
+        ("operands of torch.float32", a.float(), b.float(), {}),
+        ("lanes of torch.float32", a, b, {"count": 8, "lane": torch.float32}),
+        ("too small", a[:64], b, {}),
+        ("no multiple of 64", a[:, :496], b[:, :496], {"count": 8}),
+        ("strides (1024, 2)", torch.zeros(256, 1024, dtype=torch.bfloat16)[:, ::2], b, {}),
+        ("the first operand", a[:, 1:449], b[:, :448], {}),
+    ):
+        assert words in (hopper.obstacle(x, y, **more) or ""), words  # type: ignore[arg-type]
