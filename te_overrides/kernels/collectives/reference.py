@@ -7,14 +7,25 @@ added is added by every rank alike: the balanced tree in rank order, one roundin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from te_overrides.kernels.collectives.transport import all_gather, all_to_all, group_rank, group_size
+from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.transport import (
+    all_gather,
+    all_to_all,
+    group_rank,
+    group_size,
+    start_all_gather,
+    start_all_to_all,
+)
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.tree.reference import balanced_tree
+
+SUM_WORLDS = tuple(1 << level for level in range(13))
+"""World sizes of sums: a rank's share must be a whole subtree. Movement takes any size."""
 
 
 class CollectiveError(ValueError):
@@ -27,43 +38,168 @@ def check_sum_world(size: int) -> None:
     Raises:
         CollectiveError: any other size.
     """
-    if size < 1 or size & (size - 1):
+    if size not in SUM_WORLDS:
         raise CollectiveError(
             f"a fixed-tree sum over {size} ranks was asked for; the balanced tree of the numbers contract is defined "
             f"over 1, 2, 4, 8, … ranks. Choose a power of two as the tensor-parallel degree."
         )
 
 
+class Sum:
+    """A sum under way. `wait` adds what arrived and returns it; a second `wait` returns it again."""
+
+    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
+        self._finish: Callable[[], list[torch.Tensor]] | None = finish
+        self._result: list[torch.Tensor] = []
+
+    def wait_all(self) -> list[torch.Tensor]:
+        """One tensor for every tensor that was given."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, where one was given."""
+        (result,) = self.wait_all()
+        return result
+
+
+def _tree(terms: Sequence[torch.Tensor], wide: bool, out: torch.Tensor | None) -> torch.Tensor:
+    """The balanced tree in the dtype of the terms, or (wide) in float32 and rounded once."""
+    dtype = terms[0].dtype
+    total = (
+        balanced_tree([term.to(torch.float32) for term in terms]).to(dtype) if wide else balanced_tree(terms)
+    )
+    return total if out is None else out.copy_(total)
+
+
+def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> str:
+    shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
+    return f"{operation} of {shapes}" + (", added in float32" if wide else "")
+
+
+def _require_outs(outs: Sequence[torch.Tensor | None], shapes: Sequence[torch.Size], x: torch.Tensor) -> None:
+    for out, shape in zip(outs, shapes, strict=True):
+        if out is not None and (out.shape != shape or out.dtype != x.dtype):
+            raise CollectiveError(
+                f"out is {out.dtype} {tuple(out.shape)}; the sum is {x.dtype} {tuple(shape)}. Give a buffer of that "
+                "shape and dtype."
+            )
+
+
 @eager_only
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The balanced tree over ranks of `x`. Any shape and floating dtype; returns a new tensor on every rank.
-
-    Raises:
-        CollectiveError: a world size that is no power of two.
-    """
-    check_sum_world(group_size(group))
-    if group_size(group) == 1:
-        return x
-    return balanced_tree(all_gather(x, group))
-
-
-@eager_only
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's slice along dim 0 of the balanced tree over ranks. A rank receives its own slice alone.
-
-    Raises:
-        CollectiveError: a world size that is no power of two, or dim 0 that it does not divide.
-    """
+def start_all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, wide: bool = False, out: torch.Tensor | None = None
+) -> Sum:
+    """`all_reduce` that returns at once; `x` must not be written before `wait`."""
     size = group_size(group)
     check_sum_world(size)
+    _require_outs([out], [x.shape], x)
     if size == 1:
-        return x
-    if x.shape[0] % size:
-        raise CollectiveError(
-            f"reduce_scatter over {size} ranks needs dim 0 divisible by {size}, got {tuple(x.shape)}: pad the "
-            f"sequence so that the tensor-parallel degree divides it."
+        return Sum(lambda: [x if out is None else out.copy_(x)])
+    assert group is not None
+    require_agreement(_described("all_reduce", [x], wide), group, x.device)
+    moving = start_all_gather(x, group)
+    return Sum(lambda: [_tree(moving.wait(), wide, out)])
+
+
+@eager_only
+def all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, wide: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The balanced tree over ranks of `x`, on every rank.
+
+    Args:
+        x: any shape and floating dtype.
+        wide: add in float32 and round once, instead of once an addition.
+        out: where the sum goes, `x` itself included; a new tensor without it.
+
+    Raises:
+        CollectiveError: a world size that is no power of two, an `out` that does not fit.
+        DisagreementError: ranks that call with other shapes, dtypes or operations.
+    """
+    return start_all_reduce(x, group, wide=wide, out=out).wait()
+
+
+@eager_only
+def start_reduce_scatter_many(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    wide: bool = False,
+    outs: Sequence[torch.Tensor | None] | None = None,
+) -> Sum:
+    """`reduce_scatter_many` that returns at once; the tensors may be written afterwards."""
+    size = group_size(group)
+    check_sum_world(size)
+    for x in tensors:
+        if x.shape[0] % size:
+            raise CollectiveError(
+                f"reduce_scatter over {size} ranks needs dim 0 divisible by {size}, got {tuple(x.shape)}: pad the "
+                f"sequence so that the tensor-parallel degree divides it."
+            )
+    given = list(outs) if outs is not None else [None] * len(tensors)
+    shapes = [torch.Size((x.shape[0] // size, *x.shape[1:])) for x in tensors]
+    for x, out, shape in zip(tensors, given, shapes, strict=True):
+        _require_outs([out], [shape], x)
+    if size == 1:
+        return Sum(
+            lambda: [x if out is None else out.copy_(x) for x, out in zip(tensors, given, strict=True)]
         )
-    return balanced_tree(all_to_all(list(x.contiguous().chunk(size, dim=0)), group))
+    assert group is not None
+    require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
+    # One exchange for all of them: a rank's shares lie one after the other, as bytes.
+    shares = [x.detach().reshape(size, x.numel() // size).view(torch.uint8) for x in tensors]
+    moving = start_all_to_all(list(torch.cat(shares, dim=1)), group)
+    widths = [share.shape[1] for share in shares]
+
+    def finish() -> list[torch.Tensor]:
+        arrived = [piece.split(widths) for piece in moving.wait()]
+        sums = []
+        for index, (x, out, shape) in enumerate(zip(tensors, given, shapes, strict=True)):
+            terms = [parts[index].clone().view(x.dtype).view(shape) for parts in arrived]
+            sums.append(_tree(terms, wide, out))
+        return sums
+
+    return Sum(finish)
+
+
+@eager_only
+def reduce_scatter_many(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    wide: bool = False,
+    outs: Sequence[torch.Tensor | None] | None = None,
+) -> list[torch.Tensor]:
+    """`reduce_scatter` of several tensors in one exchange, with the bits of one after the other."""
+    return start_reduce_scatter_many(tensors, group, wide=wide, outs=outs).wait_all()
+
+
+@eager_only
+def start_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, wide: bool = False, out: torch.Tensor | None = None
+) -> Sum:
+    """`reduce_scatter` that returns at once; `x` may be written afterwards."""
+    return start_reduce_scatter_many([x], group, wide=wide, outs=[out])
+
+
+@eager_only
+def reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, wide: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's slice along dim 0 of the balanced tree over ranks. A rank receives its own slice alone.
+
+    Args:
+        x: [n, ...], n divisible by the number of ranks; any floating dtype.
+        wide: add in float32 and round once, instead of once an addition.
+        out: where the slice goes; a new tensor without it.
+
+    Raises:
+        CollectiveError: a world size that is no power of two or does not divide dim 0, an `out` that does not fit.
+        DisagreementError: ranks that call with other shapes, dtypes or operations.
+    """
+    return start_reduce_scatter(x, group, wide=wide, out=out).wait()
 
 
 def gather_first_dim(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

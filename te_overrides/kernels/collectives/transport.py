@@ -11,7 +11,8 @@ parallelism that is off is spelled like that in the callers, and never means the
 Nothing here is differentiable: results are detached. Callers are autograd functions that state their own backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,40 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+class Exchange:
+    """Bytes under way. `wait` returns what arrived; a second `wait` returns it again."""
+
+    def __init__(self, work: Any, finish: Callable[[], list[Tensor]]) -> None:
+        self._work, self._finish = work, finish
+        self._arrived: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """One tensor a rank, in rank order. On a GPU the current stream waits, not the host."""
+        if self._arrived is None:
+            if self._work is not None:
+                self._work.wait()
+            self._arrived = self._finish()
+        return self._arrived
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
+    """`all_gather` that returns at once; `x` must not be written before `wait`."""
+    world = group_size(group)
+    if world == 1:
+        return Exchange(None, lambda: [x.detach()])
+    payload = _as_bytes(x)
+    if payload.numel() == 0:
+        return Exchange(None, lambda: [torch.empty_like(x) for _ in range(world)])
+    received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
+    work = _all_gather_bytes(received, payload, group=group, async_op=True)
+    accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
+
+    def finish(sent: Tensor = payload) -> list[Tensor]:  # the sent bytes live until they have arrived
+        return [_from_bytes(piece, x) for piece in received.chunk(world)]
+
+    return Exchange(work, finish)
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Bring every rank's `x` to every rank.
 
@@ -45,16 +80,36 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
     Returns:
         One tensor a rank, in rank order, shaped like `x`. In a group of one it is `x` itself, detached, not copied.
     """
+    return start_all_gather(x, group).wait()
+
+
+def start_all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> Exchange:
+    """`all_to_all` that returns at once; the pieces are copied before it does."""
     world = group_size(group)
+    if len(pieces) != world:
+        raise ValueError(
+            f"all_to_all: {len(pieces)} pieces for a group of {world} ranks; give one piece a rank"
+        )
+    first = pieces[0]
+    for rank, piece in enumerate(pieces):
+        if piece.shape != first.shape or piece.dtype != first.dtype:
+            raise ValueError(
+                f"all_to_all: the piece for rank {rank} is {piece.dtype} {tuple(piece.shape)}, the piece for rank 0 "
+                f"is {first.dtype} {tuple(first.shape)}; pad the pieces to one shape"
+            )
     if world == 1:
-        return [x.detach()]
-    payload = _as_bytes(x)
+        return Exchange(None, lambda: [first.detach()])
+    payload = torch.cat([_as_bytes(piece) for piece in pieces])
     if payload.numel() == 0:
-        return [torch.empty_like(x) for _ in range(world)]
-    received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
-    _all_gather_bytes(received, payload, group=group)
-    accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
-    return [_from_bytes(piece, x) for piece in received.chunk(world)]
+        return Exchange(None, lambda: [torch.empty_like(first) for _ in range(world)])
+    received = torch.empty_like(payload)
+    work = dist.all_to_all_single(received, payload, group=group, async_op=True)
+    accounting.bytes_sent(payload.numel() // world * (world - 1), "all_to_all")
+
+    def finish(sent: Tensor = payload) -> list[Tensor]:  # the sent bytes live until they have arrived
+        return [_from_bytes(piece, first) for piece in received.chunk(world)]
+
+    return Exchange(work, finish)
 
 
 def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -70,27 +125,7 @@ def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> lis
     Raises:
         ValueError: the number of pieces is not the size of the group, or their shapes or dtypes differ.
     """
-    world = group_size(group)
-    if len(pieces) != world:
-        raise ValueError(
-            f"all_to_all: {len(pieces)} pieces for a group of {world} ranks; give one piece a rank"
-        )
-    first = pieces[0]
-    for rank, piece in enumerate(pieces):
-        if piece.shape != first.shape or piece.dtype != first.dtype:
-            raise ValueError(
-                f"all_to_all: the piece for rank {rank} is {piece.dtype} {tuple(piece.shape)}, the piece for rank 0 "
-                f"is {first.dtype} {tuple(first.shape)}; pad the pieces to one shape"
-            )
-    if world == 1:
-        return [first.detach()]
-    payload = torch.cat([_as_bytes(piece) for piece in pieces])
-    if payload.numel() == 0:
-        return [torch.empty_like(first) for _ in range(world)]
-    received = torch.empty_like(payload)
-    dist.all_to_all_single(received, payload, group=group)
-    accounting.bytes_sent(payload.numel() // world * (world - 1), "all_to_all")
-    return [_from_bytes(piece, first) for piece in received.chunk(world)]
+    return start_all_to_all(pieces, group).wait()
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -1,0 +1,48 @@
+"""Do all ranks mean the same sum? Asked once for every new one, before its bytes move.
+
+A collective whose ranks disagree about shape, dtype or operation hangs, or worse, adds what does not belong together.
+Before a group sees a sum for the first time its ranks exchange a line of text each; a difference is an error on every
+rank that names all lines. What was agreed on once is not asked again: ranks that part ways later, one repeating an old
+sum while another starts a new one, are caught by the group's own timeout.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+WIDTH = 512
+"""Bytes of a line, filled up with zeros."""
+
+_agreed: dict[str, set[str]] = {}
+
+
+class DisagreementError(ValueError):
+    """Ranks of one group were about to add different things."""
+
+
+def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange `line` unless this group has agreed on it before.
+
+    Args:
+        line: operation, dtypes and shapes; at most `WIDTH` bytes are compared.
+        device: where the group's backend can move bytes.
+
+    Raises:
+        DisagreementError: on every rank, naming every rank's line.
+    """
+    known = _agreed.setdefault(f"{id(group)} {group.group_name}", set())
+    if line in known:
+        return
+    text = line.encode()[:WIDTH]
+    mine = torch.tensor(list(text.ljust(WIDTH, b"\0")), dtype=torch.uint8, device=device)
+    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lines, mine, group=group)
+    said = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in lines]
+    if len(set(said)) > 1:
+        listed = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(said))
+        raise DisagreementError(
+            f"the ranks of a group are about to add different things: {listed}. Every rank must call the same "
+            "operation with the same shapes and dtypes, in the same order."
+        )
+    known.add(line)

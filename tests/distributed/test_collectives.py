@@ -1,0 +1,202 @@
+"""Sums over ranks: one order whatever the size, the buffer, the form of the call and what came before."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bits import assert_equal_bits
+from procs import run_ranks
+from te_overrides.kernels.collectives import reference as sums
+from te_overrides.kernels.collectives.agreement import DisagreementError
+from te_overrides.kernels.tree.reference import balanced_tree
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _data(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    scale = torch.exp(torch.randn(shape, generator=generator) * 3)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def _want(world: int, shape: tuple[int, ...], dtype: torch.dtype, wide: bool = False) -> torch.Tensor:
+    terms = [_data(rank, shape, dtype) for rank in range(world)]
+    return balanced_tree([x.float() for x in terms]).to(dtype) if wide else balanced_tree(terms)
+
+
+def _every_form(rank: int, world: int) -> int:
+    compared = 0
+    group = dist.group.WORLD
+    for dtype, rows, wide in itertools.product(DTYPES, (0, 1, 3, 257), (False, True)):
+        shape = (rows * world, 5)
+        x, want = _data(rank, shape, dtype), _want(world, shape, dtype, wide)
+        own = want.chunk(world)[rank] if rows else want[:0]
+        name = f"{dtype} {shape} wide {wide}"
+        assert_equal_bits(sums.all_reduce(x, group, wide=wide), want, f"all_reduce {name}")
+        assert_equal_bits(sums.reduce_scatter(x, group, wide=wide), own, f"reduce_scatter {name}")
+        under_way = sums.start_all_reduce(x, group, wide=wide), sums.start_reduce_scatter(x, group, wide=wide)
+        assert_equal_bits(under_way[1].wait(), own, f"reduce_scatter under way {name}")
+        assert_equal_bits(under_way[0].wait(), want, f"all_reduce under way {name}")
+        assert under_way[0].wait() is under_way[0].wait()
+        in_place = x.clone()
+        assert sums.all_reduce(in_place, group, wide=wide, out=in_place) is in_place
+        assert_equal_bits(in_place, want, f"in place {name}")
+        buffer = torch.full((rows + 2, 5), torch.nan, dtype=dtype)
+        sums.reduce_scatter(x, group, wide=wide, out=buffer[1 : rows + 1])
+        assert_equal_bits(buffer[1 : rows + 1], own, f"into a buffer {name}")
+        assert buffer[0].isnan().all() and buffer[-1].isnan().all()
+        # The same data at an odd address inside a larger buffer.
+        larger = torch.zeros(x.numel() + 7, dtype=dtype)
+        larger[3 : 3 + x.numel()] = x.flatten()
+        inside = larger[3 : 3 + x.numel()].view(shape)
+        assert_equal_bits(sums.all_reduce(inside, group, wide=wide), want, f"inside a buffer {name}")
+        compared += 6 * want.numel()
+    return compared
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_form_has_the_bits_of_the_tree(world: int) -> None:
+    assert len(set(run_ranks(world, _every_form))) == 1
+
+
+def _orders(rank: int, world: int) -> None:
+    """NVIDIA/nccl#2360: the result depended on what had been allocated before. Here on nothing but the values."""
+    for order in itertools.permutations((1e8, 1.0, -1e8, 1.0)):
+        want = torch.tensor((torch.tensor(order[0]) + order[1]) + (torch.tensor(order[2]) + order[3]))
+        for size in (1, 64, 1000):
+            got = sums.all_reduce(torch.full((size,), order[rank]), dist.group.WORLD)
+            assert_equal_bits(got, want.expand(size).clone(), f"{order} {size}")
+
+
+def test_all_24_orders_over_four_ranks() -> None:
+    run_ranks(4, _orders)
+
+
+def _many(rank: int, world: int) -> None:
+    """NVIDIA/nccl#157: fused and separate reductions differed."""
+    group = dist.group.WORLD
+    a, b = _data(rank, (8, 3), torch.bfloat16), _data(rank, (16, 2, 5), torch.float32, seed=1)
+    together = sums.reduce_scatter_many([a, b, a], group)
+    for got, x in zip(together, (a, b, a), strict=True):
+        assert_equal_bits(got, sums.reduce_scatter(x, group), "together against one after the other")
+
+
+def test_several_in_one_exchange_are_one_after_the_other() -> None:
+    run_ranks(4, _many)
+
+
+def _disagree(rank: int, world: int) -> str:
+    group = dist.group.WORLD
+    sums.all_reduce(torch.ones(4), group)
+    found = []
+    for odd in (
+        lambda: sums.all_reduce(torch.ones(5 if rank == 2 else 6), group),
+        lambda: sums.all_reduce(torch.ones(7, dtype=torch.float16 if rank == 1 else torch.bfloat16), group),
+        lambda: (sums.reduce_scatter if rank else sums.all_reduce)(torch.ones(8), group),
+        lambda: sums.all_reduce(torch.ones(9), group, wide=rank == 3),
+    ):
+        with pytest.raises(DisagreementError) as error:
+            odd()
+        found.append(str(error.value))
+    # Nothing is left behind: the next sum is right.
+    assert_equal_bits(sums.all_reduce(torch.ones(4), group), torch.full((4,), 4.0), "after a disagreement")
+    return " | ".join(found)
+
+
+def test_ranks_that_mean_different_sums_all_say_so() -> None:
+    reports = run_ranks(4, _disagree)
+    assert len(set(reports)) == 1, "every rank names every rank's line"
+    for words in (
+        "rank 2 all_reduce of float32 (5,)",
+        "rank 0 all_reduce of float32 (6,)",
+        "float16 (7,)",
+        "rank 0 all_reduce of float32 (8,)",
+        "reduce_scatter of float32 (8,)",
+        "added in float32",
+    ):
+        assert words in reports[0], reports[0]
+
+
+def _die(rank: int, world: int, folder: str) -> None:
+    """Rank 1 dies in the middle of its calls. The survivors' errors go into files: a dead rank ends the world."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=5))
+    for call in range(100):
+        if rank == 1 and call == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            sums.all_reduce(torch.full((1000,), float(call)), group)
+        except RuntimeError as error:
+            with open(f"{folder}/{rank}", "w") as file:
+                file.write(f"{time.monotonic() - start:.1f} {type(error).__name__}")
+            time.sleep(30)
+
+
+def test_no_survivor_of_a_dead_rank_hangs(tmp_path: Any) -> None:
+    """Every survivor raises within the group's timeout."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    world = 4
+
+    def main(rank: int) -> None:
+        store = f"file://{tmp_path}/store"
+        dist.init_process_group("gloo", store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+        _die(rank, world, str(tmp_path))
+
+    processes = [context.Process(target=main, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 40
+    survivors = [tmp_path / str(rank) for rank in (0, 2, 3)]
+    while time.monotonic() < deadline and not all(path.exists() and path.read_text() for path in survivors):
+        time.sleep(0.2)
+    for process in processes:
+        process.kill()
+        process.join()
+    for path in survivors:
+        seconds, kind = path.read_text().split()
+        assert float(seconds) < 10 and kind in ("RuntimeError", "DistBackendError", "DistNetworkError"), (
+            path.read_text()
+        )
+
+
+def _many_calls(rank: int, world: int) -> tuple[int, int]:
+    import resource
+
+    group = dist.group.WORLD
+    x = torch.ones(64)
+    for _ in range(500):
+        sums.all_reduce(x, group)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(5000):
+        sums.all_reduce(x, group)
+        sums.reduce_scatter(x, group)
+    return before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_ten_thousand_calls_leave_no_memory_behind() -> None:
+    for before, after in run_ranks(2, _many_calls):
+        assert after - before < 8 * 1024, f"{after - before} KiB more"
+
+
+def test_what_is_not_defined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sums.CollectiveError, match="over 3 ranks"):
+        sums.check_sum_world(3)
+    monkeypatch.setattr(sums, "group_size", lambda _: 4)
+    group: Any = object()
+    with pytest.raises(sums.CollectiveError, match=r"divisible by 4, got \(6, 2\)"):
+        sums.reduce_scatter(torch.ones(6, 2), group)
+    with pytest.raises(sums.CollectiveError, match="Give a buffer of that"):
+        sums.reduce_scatter(torch.ones(8, 2), group, out=torch.ones(8, 2))
+    with pytest.raises(sums.CollectiveError, match="Give a buffer of that"):
+        sums.all_reduce(torch.ones(8), group, out=torch.ones(8, dtype=torch.float64))
