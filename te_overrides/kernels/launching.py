@@ -30,7 +30,6 @@ class Launch:
         grid: programs in three dimensions.
         integers, constants: values of the parameters after the tensors, in the kernel's order.
         options: compiler options, `num_warps` and so on.
-        direct: go past Triton's binder from the second call on.
     """
 
     def __init__(
@@ -40,9 +39,8 @@ class Launch:
         integers: Sequence[int],
         constants: dict[str, Any],
         options: dict[str, Any],
-        direct: bool = True,
     ) -> None:
-        self._function, self._grid, self._direct = function, grid, direct
+        self._function, self._grid = function, grid
         self._integers, self._constants, self._options = tuple(integers), constants, options
         self._rest = (*integers, *constants.values())
         self._compiled: Callable[..., None] | None = None
@@ -57,7 +55,7 @@ class Launch:
             return
         compiled = self._function[self._grid](*tensors, *self._integers, **self._constants, **self._options)
         # Triton's interpreter replaces the decorator; it compiles nothing.
-        if self._direct and isinstance(self._function, triton.JITFunction):
+        if isinstance(self._function, triton.JITFunction):
             self._compiled = compiled[self._grid]
 
 

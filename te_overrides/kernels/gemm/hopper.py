@@ -390,8 +390,7 @@ class _Plan:
         steps = triton.cdiv(lane_width, BLOCK_K)
         integers = (tiles_m, tiles_n, steps, lane_width, segment_width, m, n, out.stride(0))
         options = {"num_warps": 4, "enable_fp_fusion": False}
-        # Tensor maps have not been handed to a compiled kernel directly on a device yet; the binder costs 0.1 ms.
-        self.launch = Launch(gemm_kernel, (programs, 1, 1), integers, constants, options, direct=False)
+        self.launch = Launch(gemm_kernel, (programs, 1, 1), integers, constants, options)
 
     def __call__(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, packed: torch.Tensor | None
