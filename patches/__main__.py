@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from patches import activation, operator_schema, report
+from patches import activation, report, schema
 from patches.arming import arm, armed_mode, mode_from_environment
 from patches.errors import OverrideError
 from patches.lock import Lock
@@ -65,13 +65,13 @@ def _pin(args: argparse.Namespace) -> int:
             report.load(override)
         finding = report.examine(override, lock, args.tree)
         for operator in override.operators:
-            schema = operator_schema.registered(operator)
+            found = schema.registered(operator)
             version = args.version or finding.version
-            if schema is None or version is None:
+            if found is None or version is None:
                 print(f"skipped  operator {operator}: not registered in this process")
-            elif lock.accept(operator_schema.lock_key(operator), operator_schema.PREFIX + schema, version):
+            elif lock.accept(schema.lock_key(operator), schema.PREFIX + found, version):
                 changed += 1
-                print(f"pinned   operator {operator} {version} {schema}")
+                print(f"pinned   operator {operator} {version} {found}")
         if finding.found is None:
             print(f"skipped  {finding.sentence()}")
             continue

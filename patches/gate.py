@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from patches import operator_schema
+from patches import schema
 from patches.errors import DriftError, GateError
 from patches.finder import MARK
 from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
@@ -75,10 +75,10 @@ def _operators(entry: Entry) -> list[str]:
         return findings
     lock = Lock.read()
     for operator in entry.override.operators:
-        reviewed = lock.accepted(operator_schema.lock_key(operator))
-        texts = [text.removeprefix(operator_schema.PREFIX) for text in reviewed]
+        reviewed = lock.accepted(schema.lock_key(operator))
+        texts = [text.removeprefix(schema.PREFIX) for text in reviewed]
         try:
-            operator_schema.require_prefix(operator, texts, who=f"override {entry.override.id}")
+            schema.require_prefix(operator, texts, who=f"override {entry.override.id}")
         except DriftError as error:
             findings.append(str(error))
     return findings

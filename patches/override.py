@@ -35,7 +35,7 @@ class Override:
             its signature and release).
         after: the module whose execution makes the target present; by default the target's own. A compiled module is
             loaded around every finder, so its functions are replaced when the Python module that uses them is there.
-        operators: torch operators that the replacement calls, known by their schemas (`operator_schema`).
+        operators: torch operators that the replacement calls, known by their schemas (`patches.schema`).
         build: makes the replacement from the original, after the defining module has executed.
     """
 

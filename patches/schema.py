@@ -3,7 +3,8 @@
 AITER wraps its operators in Python functions that hide their signature, and calls with positional arguments: an
 inserted bool shifts the meaning of everything behind it without an error. The schema that torch holds shows it. A
 reviewed schema is accepted if its arguments are the first ones of the schema that is found, in order, with their names
-and types, and everything behind them has a default; what is returned must be the same.
+and types and with or without a default as before, and everything behind them has a default; what is returned must be
+the same. The value of a default does not count: a caller passes every argument that it had reviewed.
 
 Standard library only: torch is looked up among the modules that are loaded already, since whoever registers operators
 has imported it.
@@ -29,6 +30,11 @@ class Argument(NamedTuple):
     type: str
     default: str | None
     keyword: bool
+
+    @property
+    def shape(self) -> tuple[str, str, bool, bool]:
+        """What must not change: name, type, whether it has a default, whether it is keyword-only."""
+        return self.name, self.type, self.default is not None, self.keyword
 
     def __str__(self) -> str:
         return f"{self.type} {self.name}" + ("" if self.default is None else f"={self.default}")
@@ -85,7 +91,7 @@ def difference(reviewed: Schema, found: Schema) -> str | None:
         if position >= len(found.arguments):
             return f"argument {position} ({want}) is gone"
         got = found.arguments[position]
-        if (got.name, got.type, got.keyword) != (want.name, want.type, want.keyword):
+        if got.shape != want.shape:
             return f"argument {position} was reviewed as ({want}) and is ({got})"
     for position, got in enumerate(found.arguments[len(reviewed.arguments) :], len(reviewed.arguments)):
         if got.default is None:
@@ -112,12 +118,12 @@ def lock_key(operator: str) -> str:
     return f"operator {operator}"
 
 
-def require_prefix(operator: str, reviewed: Iterable[str], *, who: str) -> str:
+def require_prefix(operator: str, reviewed: str | Iterable[str], *, who: str = "this code") -> str:
     """Refuse an operator that is not one of those reviewed.
 
     Args:
         operator: ``namespace::name``.
-        reviewed: schemas as text, one for every reviewed form.
+        reviewed: schema as text, or several, one for every reviewed form.
         who: what calls the operator, for the message.
 
     Returns:
@@ -126,7 +132,7 @@ def require_prefix(operator: str, reviewed: Iterable[str], *, who: str) -> str:
     Raises:
         DriftError: the operator is not registered, or no reviewed schema is an ordered prefix of its schema.
     """
-    known = list(reviewed)
+    known = [reviewed] if isinstance(reviewed, str) else list(reviewed)
     text = registered(operator)
     ways_on = (
         f"Ways on: (1) review what {operator} does now and pin the override; (2) install the release that was "
@@ -134,9 +140,8 @@ def require_prefix(operator: str, reviewed: Iterable[str], *, who: str) -> str:
     )
     sought = "; ".join(known) or "a schema, but none was ever reviewed"
     if text is None:
-        raise DriftError(
-            f"{who} calls the operator {operator}. Sought {sought}. Found no such operator. {ways_on}"
-        )
+        absent = "no such operator" if "torch" in sys.modules else "no torch in this process: import it first"
+        raise DriftError(f"{who} calls the operator {operator}. Sought {sought}. Found {absent}. {ways_on}")
     found = parse(text)
     reasons = [difference(parse(schema), found) for schema in known]
     if not known or all(reasons):
