@@ -14,7 +14,8 @@ half is what reproduces the published figures (0.1 shrinks by 13.8% after 72 cal
 rounding is measured, too; the cosine is between `out` and that of the stream that rounds (mode 0), averaged over rows.
 
 The signed error is the mean of `(|stored| - |exact|) / |exact|`: a tolerance in ULP cannot see truncation, the mean
-can. "not finite" and null in JSON: what was stored holds NaN. Published figures are printed as published and enter no computation.
+can. "not finite" and null in JSON: what was stored holds NaN. Published figures are printed as published and enter no
+computation.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def normal(rows: int, scale: float, generator: torch.Generator) -> torch.Tensor:
 
 
 def signed_error(got: torch.Tensor, exact: torch.Tensor) -> tuple[float | None, float | None]:
-    """Mean of ``(|got| - |exact|) / |exact|`` where exact is not 0, and the standard error of that mean; None if not finite."""
+    """Mean of ``(|got| - |exact|) / |exact|`` where exact is not 0, and its standard error; None if not finite."""
     errors = ((got.double().abs() - exact.double().abs()) / exact.double().abs())[exact != 0]
     mean = errors.mean().item()
     return (mean, errors.std().item() / errors.numel() ** 0.5) if math.isfinite(mean) else (None, None)
