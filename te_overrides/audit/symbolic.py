@@ -7,9 +7,9 @@ configurations compute the same bits at an output element for every input if the
 NaN counts as one value, since its payload is nobody's contract.
 
 Only identities that hold for every bit pattern (NaN payloads aside) are applied before hashing: commutativity
-of +, *, fma and the symmetric comparisons; signs, which multiplications carry outwards and comparisons move to
-constants; ldexp by a constant as a multiplication; the parts of a register put back together; selects whose
-condition is known.
+of +, *, fma and the symmetric comparisons; x + -0 is x; signs, which multiplications carry outwards and comparisons
+move to constants; ldexp by a constant as a multiplication; the parts of a register put back together; selects whose
+condition is known, or whose outcome does not depend on it.
 """
 
 from __future__ import annotations
@@ -303,7 +303,35 @@ def _select(condition: Value, yes: Value, no: Value) -> Value:
         yes = yes.args[1]  # type: ignore[union-attr]
     if _is(no, "select") and no.args[0] is condition:  # type: ignore[union-attr]
         no = no.args[2]  # type: ignore[union-attr]
-    return _plain("select", bits_of(yes), (condition, yes, no))
+    chosen = _plain("select", bits_of(yes), (condition, yes, no))
+    return _other_of_two(condition, yes, no, chosen) if condition.op == "eq.u32" else chosen
+
+
+def _other_of_two(condition: Node, yes: Value, no: Value, chosen: Value) -> Value:
+    """``p == q ? yes : no`` where it is known lane by lane: `yes` where p is q, `no` where yes and no are p and q.
+
+    Triton asks like that, on gfx950, which register holds the neighbour's value after two lanes were swapped. In the
+    second case both are one number if they are equal.
+    """
+    p, q = condition.args
+    shape = np.broadcast_shapes(*(hash_of(value).shape for value in (p, q, yes, no)))
+    hashes = [np.broadcast_to(hash_of(value), shape) for value in (p, q, yes, no)]
+    same = np.broadcast_to(_is_one_value(p, q), shape[1:])
+    either = ((hashes[2] == hashes[0]) & (hashes[3] == hashes[1])).all(0)
+    either = either | ((hashes[2] == hashes[1]) & (hashes[3] == hashes[0])).all(0)
+    return lane_mix(same, yes, lane_mix(either, no, chosen))
+
+
+def _is_one_value(value: Value, other: Value) -> NDArray[np.bool_]:
+    """Lanes [W, L] in which both are the very same value; equal expressions may be NaNs of different payloads."""
+    if value is other:
+        return np.ones((1, 1), np.bool_)
+    if _is(value, "mix"):
+        known, there, elsewhere = value.args  # type: ignore[union-attr]
+        return np.where(known, _is_one_value(there, other), _is_one_value(elsewhere, other))
+    if _is(other, "mix"):
+        return _is_one_value(other, value)
+    return np.zeros((1, 1), np.bool_)
 
 
 def invert(value: Value) -> Value:
@@ -458,7 +486,17 @@ def make(op: str, bits: int, args: tuple[Value, ...]) -> Value:
             return make(f"mul.{kind}", bits, (args[0], power))
     elif op.startswith(("mul.f", "fma.f")):
         return _product(op, kind, bits, args)
+    elif op in ("add.f32", "add.f64"):
+        return _sum(op, kind, bits, args)
     return _plain(op, bits, args)
+
+
+def _sum(op: str, kind: str, bits: int, args: tuple[Value, ...]) -> Value:
+    """x + -0 is x, in every lane where one of them is that constant."""
+    left, right = args
+    zero = constant_hash(_const(_SIGN[kind], bits))
+    only_left, only_right = ((hash_of(value) == zero).all(0) for value in (right, left))
+    return lane_mix(only_left, left, lane_mix(only_right, right, _plain(op, bits, args)))
 
 
 def _comparison(op: str, kind: str, args: tuple[Value, ...]) -> Value:

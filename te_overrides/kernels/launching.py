@@ -8,7 +8,9 @@ launches; the next call with the same key goes straight to the compiled kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,3 +78,44 @@ class Plans:
             self._known.clear()
         self._known[key] = made
         return made
+
+
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
+def device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of `x` the current one if it is not."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)
+
+
+@functools.cache
+def threads_of_a_warp() -> int:
+    """64 on the AMD GPUs of data centers, 32 on NVIDIA's; the interpreter does not care."""
+    return 64 if torch.version.hip else 32
+
+
+@functools.cache
+def options(threads: int) -> dict[str, Any]:
+    """Compiler options of a launch with so many threads a program."""
+    return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}
+
+
+def row_stride(x: torch.Tensor) -> int | None:
+    """Elements between consecutive rows of [..., columns], or None where there is no such number.
+
+    None: columns are not adjacent, or rows cannot be walked with one stride (a transposed batch).
+    """
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return None
+    stride, rows = 0, 1
+    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if rows == 1:
+            stride = step
+        elif step != stride * rows:
+            return None
+        rows *= size
+    return stride if rows > 1 else x.shape[-1]

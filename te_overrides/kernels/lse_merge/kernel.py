@@ -8,14 +8,10 @@ Every function takes what the reference takes and raises what it raises. Use `op
 
 from __future__ import annotations
 
-import functools
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 import triton
 
-from te_overrides.kernels.launching import Launch, Plans, signature
+from te_overrides.kernels.launching import Launch, Plans, device_of, options, signature
 from te_overrides.kernels.lse_merge import reference
 from te_overrides.kernels.lse_merge.lse_kernel import (
     ADD,
@@ -42,7 +38,7 @@ def merge_lse_(softmax_lse: torch.Tensor, softmax_lse_per_step: torch.Tensor) ->
     plan = _plans(key, _plan_merge, softmax_lse, softmax_lse_per_step)
     if plan is None:
         return
-    with _device_of(softmax_lse):
+    with device_of(softmax_lse):
         if isinstance(plan, Launch):
             plan(softmax_lse, softmax_lse_per_step)
             return
@@ -158,7 +154,7 @@ def _correct(
     if plan is None:
         return
     weigh, correct, dtype, count = plan
-    with _device_of(out):
+    with device_of(out):
         weights = torch.empty(count, dtype=dtype, device=out.device)
         weigh(old_lse, new_lse, step_lse, weights)
         if correct is not None:
@@ -212,25 +208,3 @@ def _plan_correction(
         )
     count = rows * (2 if form in (RESCALE, MERGE) else 1)
     return weigh, correct, torch.float64 if wide else torch.float32, count
-
-
-_HERE: AbstractContextManager[None] = nullcontext()
-
-
-def _device_of(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the device of `x` the current one if it is not."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(x.device)
-
-
-@functools.cache
-def threads_of_a_warp() -> int:
-    """64 on the AMD GPUs of data centers, 32 on NVIDIA's; the interpreter does not care."""
-    return 64 if torch.version.hip else 32
-
-
-@functools.cache
-def options(threads: int) -> dict[str, Any]:
-    """Compiler options of a launch with so many threads a program."""
-    return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}

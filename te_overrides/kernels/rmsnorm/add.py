@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from te_overrides.kernels.eager import eager_only
+from te_overrides.kernels.granules.reference import granule_partials
 from te_overrides.kernels.rmsnorm.reference import rmsnorm, rmsnorm_backward
 
 
@@ -62,3 +63,17 @@ def add_rmsnorm_backward(
     require_addable(grad_out, grad_residual_out)
     dx, terms = rmsnorm_backward(grad_out, residual_out, weight, rstd, zero_centered)
     return torch.add(dx, grad_residual_out), terms
+
+
+@eager_only
+def add_rmsnorm_backward_partials(
+    grad_out: torch.Tensor,
+    grad_residual_out: torch.Tensor,
+    residual_out: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(dx, partials)`` for [s, B, H]: `add_rmsnorm_backward`, its terms added up within granules."""
+    dx, terms = add_rmsnorm_backward(grad_out, grad_residual_out, residual_out, weight, rstd, zero_centered)
+    return dx, granule_partials(terms)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from te_overrides.kernels.eager import eager_only
+from te_overrides.kernels.granules.reference import granule_partials
 from te_overrides.kernels.tree.reference import balanced_tree_dim
 
 
@@ -58,3 +59,33 @@ def rmsnorm_backward(
     dx = torch.mul(rstd, torch.sub(g, torch.mul(xhat, c))).to(x.dtype)
     terms = torch.mul(g32, xhat.to(x.dtype).to(torch.float32))
     return dx, terms
+
+
+def by_group(terms: torch.Tensor, groups: int | None) -> torch.Tensor:
+    """[s, B, heads, d] to [s, B, groups, heads of a group, d]; without groups unchanged."""
+    if groups is None:
+        return terms
+    s, b, heads, d = terms.shape
+    return terms.view(s, b, groups, heads // groups, d)
+
+
+@eager_only
+def rmsnorm_backward_partials(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    zero_centered: bool = False,
+    groups: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(dx, partials)``: `rmsnorm_backward`, its terms added up within granules.
+
+    Args:
+        grad, x: [s, B, H], or [s, B, heads, d] for a norm over heads.
+        groups: KV groups that the heads are cut into; None for a norm over the hidden size.
+
+    Returns:
+        dx like `x`; partials [granules, B, H], or [granules, B, groups, d], float32.
+    """
+    dx, terms = rmsnorm_backward(grad, x, weight, rstd, zero_centered)
+    return dx, granule_partials(by_group(terms, groups))
