@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import triton
 
+LIMIT = 4096
+"""Launches that are kept: a job with ever new shapes or lengths must not grow, so all are forgotten there."""
+
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 
 
@@ -62,10 +65,10 @@ class Launch:
 
 
 class Plans:
-    """Launches by key; forgets all of them at `limit`, so that a job with ever new shapes does not grow."""
+    """Launches by key."""
 
-    def __init__(self, limit: int = 4096) -> None:
-        self._limit, self._known = limit, dict[Any, Any]()
+    def __init__(self) -> None:
+        self._known = dict[Any, Any]()
 
     def __call__(self, key: Any, make: Callable[..., Any], *arguments: Any) -> Any:
         """What `make(*arguments)` returned for this key; what it raises is raised every time."""
@@ -74,10 +77,66 @@ class Plans:
         except KeyError:
             pass
         made = make(*arguments)
-        if len(self._known) >= self._limit:
+        if len(self._known) >= LIMIT:
             self._known.clear()
         self._known[key] = made
         return made
+
+
+class Launcher:
+    """One Triton kernel whose launches differ in numbers from call to call, so that no plan would be met twice.
+
+    What decides which compiled kernel is meant (dtypes, alignments of tensors, all numbers by value, constants,
+    options) is the key; no kernel is used with arguments that it was not specialized for. The kernel's parameters:
+    first tensors, then numbers, then constants (`tl.constexpr`).
+
+    Args:
+        function: the kernel, as `triton.jit` returns it.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        # Triton's interpreter replaces the decorator; it compiles nothing.
+        self._compiles = isinstance(function, triton.JITFunction)
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[int | float],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Launch on the current stream of the tensors' device.
+
+        Args:
+            grid: programs in three dimensions.
+            tensors, numbers, constants: values of the parameters, in the kernel's order.
+            options: compiler options, `num_warps` and so on.
+        """
+        if not self._compiles:
+            self.function[grid](*tensors, *numbers, **constants, **options)
+            return
+        device = tensors[0].device
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers, constants, options)
+            return
+        key = (
+            device.index,
+            *[(x.dtype, x.data_ptr() % 16) for x in tensors],
+            *numbers,
+            *constants.values(),
+            *options.values(),
+        )
+        compiled = self._known.get(key)
+        if compiled is None:
+            if len(self._known) >= LIMIT:
+                self._known.clear()
+            self._known[key] = self.function[grid](*tensors, *numbers, **constants, **options)
+        else:
+            compiled[grid](*tensors, *numbers, *constants.values())
 
 
 _HERE: AbstractContextManager[None] = nullcontext()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-runtime = pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
-from triton.backends.compiler import GPUTarget  # noqa: E402
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
 from triton.experimental.gluon import language as gl  # noqa: E402
 
+from hopper_code import compiled, stack  # noqa: E402
 from te_overrides.kernels.attention import hopper  # noqa: E402
 
 ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16}
@@ -48,28 +45,7 @@ def built(which: str, d: int, dtype: str, tail: bool, count: int = 2) -> Any:
     )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in function.arg_names}
-    source = runtime.GluonASTSource(
-        fn=function,
-        signature=signature,
-        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(function.arg_names)
-            if signature[name].startswith("*")
-        },
-    )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def stack(kernel: Any) -> int:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", report)[1])  # type: ignore[index]
+    return compiled(function, signature, constants)
 
 
 @pytest.mark.slow

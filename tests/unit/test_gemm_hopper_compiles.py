@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-runtime = pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
-from triton.backends.compiler import GPUTarget  # noqa: E402
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
 
+from hopper_code import compiled, stack  # noqa: E402
 from te_overrides.kernels.gemm import hopper  # noqa: E402
 
 # Bytes of stack that loop counters may take; one register of an accumulator too many would be hundreds.
@@ -60,29 +57,7 @@ def built(dtype: torch.dtype, block_n: int, lanes: int, **more: Any) -> Any:
         types |= {"c": "*fp32", "packed": "*fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in function.arg_names}
-    source = runtime.GluonASTSource(
-        fn=function,
-        signature=signature,
-        constexprs={(function.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(function.arg_names)
-            if signature[name].startswith("*") or name == "stride"
-        },
-    )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def stack(kernel: Any) -> int:
-    """Bytes of a thread's stack: what does not fit into its registers."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", report)[1])  # type: ignore[index]
+    return compiled(function, signature, constants, ("stride",))
 
 
 @pytest.mark.slow

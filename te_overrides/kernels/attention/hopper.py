@@ -19,8 +19,8 @@ from te_overrides.kernels.attention.coverage import Problem
 from te_overrides.kernels.attention.hopper_dkv import hopper_dkv_kernel
 from te_overrides.kernels.attention.hopper_dq import hopper_dq_kernel
 from te_overrides.kernels.attention.hopper_forward import hopper_forward_kernel
-from te_overrides.kernels.attention.launcher import LIMIT
 from te_overrides.kernels.attention.runs import FAR, Run, work_table
+from te_overrides.kernels.launching import LIMIT
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

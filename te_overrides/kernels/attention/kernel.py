@@ -15,10 +15,10 @@ import triton
 from te_overrides.kernels.attention import kernel_backward, kernel_forward
 from te_overrides.kernels.attention.coverage import require_covered
 from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
-from te_overrides.kernels.attention.launcher import Launcher
 from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.attention.runs import Run, covered, reach, work_table
 from te_overrides.kernels.gemm.kernel import architecture
+from te_overrides.kernels.launching import Launcher
 
 _forward = Launcher(kernel_forward.forward_kernel)
 _statistics = Launcher(kernel_backward.statistics_kernel)
