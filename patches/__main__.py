@@ -38,8 +38,11 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    lock = Lock.read()
-    findings = [report.examine(override, lock, args.tree) for override in report.overrides(args.ids)]
+    lock, overrides = Lock.read(), report.overrides(args.ids)
+    if args.load:
+        for words in filter(None, [report.load(o) for o in overrides if o.kind == BINDING]):
+            print(words, file=sys.stderr)
+    findings = [report.examine(override, lock, args.tree) for override in overrides]
     moved = [finding for finding in findings if finding.moved]
     if args.json:
         print(json.dumps([
@@ -58,11 +61,13 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _pin(args: argparse.Namespace) -> int:
-    lock, changed = Lock.read(), 0
+    lock, changed, refused = Lock.read(), 0, False
     for override in report.overrides(args.ids):
         if args.tree is None and (override.kind == BINDING or override.operators):
             # Signatures and schemas are there once their module is; a package that is not installed is told below.
-            report.load(override)
+            words = report.load(override)
+            if words is not None:
+                print(f"{override.id}: {words}", file=sys.stderr)
         finding = report.examine(override, lock, args.tree)
         for operator in override.operators:
             found = schema.registered(operator)
@@ -72,6 +77,10 @@ def _pin(args: argparse.Namespace) -> int:
             elif lock.accept(schema.lock_key(operator), schema.PREFIX + found, version):
                 changed += 1
                 print(f"pinned   operator {operator} {version} {found}")
+        if finding.refusal is not None:
+            print(f"refused  {finding.sentence()}", file=sys.stderr)
+            refused = True
+            continue
         if finding.found is None:
             print(f"skipped  {finding.sentence()}")
             continue
@@ -87,7 +96,7 @@ def _pin(args: argparse.Namespace) -> int:
     if changed:
         lock.write()
     print(f"{changed} new entries in {lock.path}")
-    return 0
+    return 2 if refused else 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -169,7 +178,11 @@ def _parser() -> argparse.ArgumentParser:
         "check", help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not"
     )
     check.add_argument("ids", nargs="*", metavar="ID")
-    check.add_argument("--tree", type=Path, help="folder that holds the packages, instead of sys.path")
+    where = check.add_mutually_exclusive_group()
+    where.add_argument("--tree", type=Path, help="folder that holds the packages, instead of sys.path")
+    where.add_argument(
+        "--load", action="store_true", help="import the installed packages whose functions are compiled"
+    )
     check.add_argument("--json", action="store_true")
     check.set_defaults(call=_check)
     pin = commands.add_parser("pin", help="accept the code that is there, after review")

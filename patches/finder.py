@@ -143,7 +143,7 @@ class OverrideFinder(MetaPathFinder):
             self.ledger.move(override.id, NOT_REQUIRED, reason_mended, version=version)
             return
         if override.kind == BINDING:
-            found = self._reviewed_binding(override, original, version)
+            found = self._reviewed_binding(override, holder, original, version)
         else:
             found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
@@ -173,11 +173,12 @@ class OverrideFinder(MetaPathFinder):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))
         return found
 
-    def _reviewed_binding(self, override: Override, original: Any, version: str | None) -> str:
-        found = binding.of_function(original)
-        if found is None:
-            unreadable = "a function whose docstring does not begin with one signature, as pybind11 writes it"
-            raise DriftError(self._drift(override, version, unreadable))
+    def _reviewed_binding(
+        self, override: Override, holder: ModuleType, original: Any, version: str | None
+    ) -> str:
+        found, refusal = binding.look(override, holder, original, version)
+        if found is None or refusal is not None:
+            raise DriftError(self._drift(override, version, refusal or "no signature"))
         if not versions.among(version, self.lock.accepted(str(override.target)).get(found, ())):
             raise DriftError(self._drift(override, version, found))
         return found

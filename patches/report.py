@@ -24,7 +24,8 @@ class Finding:
 
     `verdict`: "accepted", "drifted", "absent" (the module is there, the target is not, although this version should
     have it), "outside" (this version need not have it), "not installed", "not checkable here" (a compiled function of a
-    release that was reviewed; its signature is seen where the compiled module is loaded).
+    release that was reviewed; its signature is seen where the compiled module is loaded). `refusal`: why a compiled
+    function that is loaded can be neither accepted nor pinned.
     """
 
     override: Override
@@ -33,6 +34,7 @@ class Finding:
     version: str | None
     file: Path | None
     accepted: dict[str, list[str]]
+    refusal: str | None = None
 
     @property
     def moved(self) -> bool:
@@ -51,8 +53,9 @@ class Finding:
             return f"{target}: {self.override.distribution} is not there"
         if self.verdict == "not checkable here":
             return (
-                f"{target}: compiled; {where} was reviewed, and the signature is compared when an armed run loads the "
-                "module"
+                f"{target}: not checkable here: compiled code, which has no source to compare. {where} was reviewed; "
+                "the signature is compared where the compiled package is installed, by an armed run when it loads the "
+                "module, or by `python -m patches check --load`"
             )
         if self.verdict == "outside":
             return f"{target}: not in {where}; it exists in {self.override.versions}"
@@ -60,13 +63,14 @@ class Finding:
             ", ".join(f"{p} ({', '.join(v)})" for p, v in self.accepted.items()) or "nothing pinned yet"
         )
         missing = "no such function" if self.override.kind == SOURCE else "a release that was not reviewed"
-        return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {self.found or missing}."
+        found = self.refusal or self.found or missing
+        return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {found}."
 
 
 def examine(override: Override, lock: Lock, tree: Path | None = None) -> Finding:
     """Compare the source that is installed, or lies in `tree`, with the reviewed fingerprints."""
     accepted = lock.accepted(str(override.target))
-    file = fingerprint.source_file(override.trigger, tree)
+    file = _file(override, tree)
     if file is None:
         return Finding(override, "not installed", None, None, None, accepted)
     version = versions.beside(file, override.trigger, override.distribution)
@@ -86,18 +90,37 @@ def _examine_binding(
     if version is not None and not versions.matches(version, override.versions):
         return Finding(override, "outside", None, version, file, accepted)
     module = sys.modules.get(override.target.module) if tree is None else None
-    found = None if module is None else binding.of_function(override.target.value(module))
-    if found is not None:
-        known = versions.among(version, accepted.get(found, []))
-        return Finding(override, "accepted" if known else "drifted", found, version, file, accepted)
+    if module is not None:
+        function = override.target.value(module)
+        if function is None:
+            return Finding(override, "absent", None, version, file, accepted, "no such function")
+        found, refusal = binding.look(override, module, function, version)
+        known = refusal is None and versions.among(version, accepted.get(found or "", []))
+        return Finding(override, "accepted" if known else "drifted", found, version, file, accepted, refusal)
     reviewed = any(versions.among(version, releases) for releases in accepted.values())
     return Finding(override, "not checkable here" if reviewed else "drifted", None, version, file, accepted)
 
 
-def load(override: Override) -> None:
-    """Import what makes a binding or an operator present, if its package is installed."""
-    if fingerprint.source_file(override.trigger) is not None:
+def _file(override: Override, tree: Path | None = None) -> Path | None:
+    """The file of the module after whose execution an override is applied."""
+    file = fingerprint.source_file(override.trigger, tree)
+    if file is None and override.kind == BINDING:
+        file = binding.compiled_file(override.trigger, tree)
+    return file
+
+
+def load(override: Override) -> str | None:
+    """Import what makes a binding or an operator present, if its package is installed; what went wrong, in words."""
+    if _file(override) is None:
+        return None
+    try:
         importlib.import_module(override.trigger)
+    except (ImportError, RuntimeError, OSError, AssertionError) as error:
+        return (
+            f"sought to import {override.trigger}, to see what is compiled; found {type(error).__name__}: {error}. "
+            "Run this where the compiled package is installed, on a machine that it runs on"
+        )
+    return None
 
 
 def overrides(ids: list[str] | None = None) -> list[Override]:

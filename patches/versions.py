@@ -56,7 +56,20 @@ def beside(file: Path, module: str, distribution: str) -> str | None:
     an egg ``EGG-INFO/PKG-INFO`` in a folder of its own.
     """
     levels = module.count(".") + (1 if file.name == "__init__.py" else 0)
-    root = file.resolve().parents[levels]
+    return _in(file.resolve().parents[levels], distribution)
+
+
+def around(file: Path, distributions: Iterable[str]) -> str | None:
+    """Version of the distribution that holds a compiled `file`: the first of `distributions` that has metadata.
+
+    Looked up in its folder and the two above: a package may keep its compiled modules in a folder of their own
+    (``transformer_engine/wheel_lib``).
+    """
+    found = (_in(root, name) for name in distributions for root in file.resolve().parents[:3])
+    return next((version for version in found if version is not None), None)
+
+
+def _in(root: Path, distribution: str) -> str | None:
     wanted = _normalized(distribution)
     for info in sorted(root.glob("*.dist-info")):
         name, _, version = info.name.removesuffix(".dist-info").partition("-")

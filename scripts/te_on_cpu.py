@@ -70,8 +70,10 @@ def _binding(name: str, tensors: int, flags: int) -> Any:
 
 
 class _CompiledModule(types.ModuleType):
-    def __init__(self, enums: dict[str, dict[str, int]], incremental: bool) -> None:
+    def __init__(self, package: Path, enums: dict[str, dict[str, int]], incremental: bool) -> None:
         super().__init__("transformer_engine_torch")
+        # Where a wheel has it: the release of a compiled module is read beside its file.
+        self.__file__ = str(package / "wheel_lib" / "transformer_engine_torch.so")
         self._enums = enums
         # From 2.20 on the correction takes the old LSE as well.
         self.thd_out_correction = _binding("thd_out_correction", 6 if incremental else 5, 2)
@@ -129,7 +131,7 @@ def load(sources: Path) -> types.ModuleType:
     }
     source = package / "pytorch" / "attention" / "dot_product_attention" / "context_parallel.py"
     incremental = source.is_file() and "flash_attn_fwd_incremental_out_correction" in source.read_text()
-    sys.modules["transformer_engine_torch"] = _CompiledModule(enums, incremental)
+    sys.modules["transformer_engine_torch"] = _CompiledModule(package, enums, incremental)
     bare = types.ModuleType("transformer_engine")
     bare.__path__ = [str(package)]
     sys.modules["transformer_engine"] = bare

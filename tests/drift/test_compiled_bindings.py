@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _bisect
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,7 @@ from upstream_wheels import ROOT, TRANSFORMER_ENGINE, sources
 # A package whose compiled half is loaded around every finder, as TransformerEngine's is: _bisect, a real extension.
 PACKAGE = """
 import importlib.machinery, importlib.util, sys
-spec = importlib.machinery.PathFinder.find_spec("_bisect")
-spec = importlib.util.spec_from_file_location("_bisect", spec.origin)
+spec = importlib.util.spec_from_file_location("_bisect", {file!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.modules["compiled_upstream"] = module
@@ -57,12 +58,20 @@ LOCK = '{"schema": 1, "targets": {"compiled_upstream:find": [{"fingerprint": "%s
 
 
 def _run(
-    folder: Path, doc: str = DOC, version: str = "1.5.0", signed: bool = True, uses: str = "find"
-) -> str:
-    package = folder / "upstream"
-    package.mkdir()
+    folder: Path, doc: str = DOC, version: str = "1.5.0", signed: bool = True, uses: str = "find",
+    compiled: str = "installed/upstream/wheel_lib", held: str = "",
+) -> str:  # fmt: skip
+    outside, folder = folder, folder / "installed"
+    package, extension = folder / "upstream", outside / compiled / Path(_bisect.__file__).name
+    package.mkdir(parents=True)
+    extension.parent.mkdir(parents=True)
+    shutil.copy(_bisect.__file__, extension)
+    if held:
+        (folder / f"compiled_upstream-{held}.dist-info").mkdir()
     (package / "__init__.py").write_text("")
-    (package / "compiled.py").write_text(PACKAGE.format(signed=signed, doc=doc.replace("\\n", "\n")))
+    (package / "compiled.py").write_text(
+        PACKAGE.format(signed=signed, doc=doc.replace("\\n", "\n"), file=str(extension))
+    )
     (package / "user.py").write_text(
         "import upstream.compiled\nimport compiled_upstream as c\n"
         f"{'del c.find' if uses != 'find' else ''}\ndef look(*a): return c.find(*a)\n"
@@ -98,12 +107,25 @@ def test_a_build_of_a_reviewed_release_is_one(tmp_path: Path) -> None:
         ({"version": "1.6.0"}, ["upstream 1.6.0", "(1.5.0)"]),
         ({"signed": False}, ["does not begin with one signature"]),
         ({"uses": "nothing"}, ["no find in"]),
+        ({"held": "1.4.0"}, ["of release 1.4.0, called by another release", "upstream 1.5.0"]),
+        (
+            {"compiled": "elsewhere/of/no/package"},
+            ["whose release cannot be told", "elsewhere/of/no/package"],
+        ),
         (
             {"doc": "find(*args, **kwargs)\\nOverloaded function.\\n\\n1. find(arg0: int) -> int"},
             ["one signature"],
         ),
     ],
-    ids=["argument inserted", "another release", "no signature", "gone", "overloaded"],
+    ids=[
+        "argument inserted",
+        "another release",
+        "no signature",
+        "gone",
+        "of another release",
+        "of no release",
+        "overloaded",
+    ],
 )
 def test_anything_else_is_drift_twice_in_words(
     tmp_path: Path, change: dict[str, str], words: list[str]
