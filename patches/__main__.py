@@ -11,7 +11,7 @@ from pathlib import Path
 from patches import activation, report, schema
 from patches.arming import arm, armed_mode, mode_from_environment
 from patches.errors import OverrideError
-from patches.lock import Lock
+from patches.lock import DERIVED, Lock
 from patches.override import BINDING, MODES
 
 
@@ -101,7 +101,8 @@ def _pin(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     (override,) = report.overrides([args.id])
-    finding = report.examine(override, Lock.read())
+    lock = Lock.read()
+    finding = report.examine(override, lock)
     print(f"{override.id}\n")
     for label, text in (
         ("replaces", str(override.target)),
@@ -116,6 +117,8 @@ def _explain(args: argparse.Namespace) -> int:
         print(f"  {label:9} {text}")
     for fingerprint, releases in finding.accepted.items():
         print(f"  {'reviewed':9} {fingerprint}  {', '.join(releases)}")
+        if derived := lock.derived.get((str(override.target), fingerprint)):
+            print(f"  {'':9} {DERIVED}, not seen in a build: {', '.join(derived)}")
     document = sys.modules[override.build.__module__].__doc__
     print(f"\n{(document or '').strip()}")
     return 0

@@ -10,43 +10,57 @@ from patches.errors import LockError
 from patches.versions import release
 
 PATH = Path(__file__).with_name("overrides.lock.json")
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, SCHEMA)
+DERIVED = "derived from source"
+"""Key of an entry: releases whose fingerprint was derived from upstream's source, not seen in a build (schema 2)."""
 
 
 @dataclass
 class Lock:
-    """Accepted fingerprints: target -> fingerprint -> releases."""
+    """Accepted fingerprints: target -> fingerprint -> releases; `derived` has those of them that no build has shown."""
 
     path: Path
     targets: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    derived: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path = PATH) -> Lock:
         """Raises LockError when the file is missing or not of the known form."""
         try:
             data = json.loads(path.read_text())
-            if data["schema"] != SCHEMA:
+            if data["schema"] not in READABLE:
                 raise LockError(
-                    f"{path} has schema {data['schema']}, this version reads {SCHEMA}; update the package"
+                    f"{path} has schema {data['schema']}, this version reads {READABLE}; update the package"
                 )
             targets = {
                 target: {entry["fingerprint"]: list(entry["versions"]) for entry in entries}
                 for target, entries in data["targets"].items()
+            }
+            derived = {
+                (target, entry["fingerprint"]): list(entry[DERIVED])
+                for target, entries in data["targets"].items()
+                for entry in entries
+                if DERIVED in entry
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise LockError(
                 f"sought the reviewed fingerprints in {path}, found {type(error).__name__}: {error}. Reinstall "
                 f"the package, or restore the file from version control."
             ) from error
-        return cls(path, targets)
+        return cls(path, targets, derived)
 
     def accepted(self, target: str) -> dict[str, list[str]]:
         """Fingerprint -> releases; empty for a target that was never pinned."""
         return self.targets.get(target, {})
 
     def accept(self, target: str, fingerprint: str, version: str) -> bool:
-        """Add a release to a fingerprint; says whether anything is new."""
+        """Add a release that was seen to a fingerprint; says whether anything is new."""
         versions = self.targets.setdefault(target, {}).setdefault(fingerprint, [])
+        derived = self.derived.get((target, fingerprint), [])
+        if version in derived:
+            derived.remove(version)
+            return True
         if version in versions:
             return False
         versions.append(version)
@@ -59,7 +73,13 @@ class Lock:
             "schema": SCHEMA,
             "targets": {
                 target: [
-                    {"fingerprint": fingerprint, "versions": versions}
+                    {
+                        "fingerprint": fingerprint,
+                        "versions": versions,
+                        **(
+                            {DERIVED: derived} if (derived := self.derived.get((target, fingerprint))) else {}
+                        ),
+                    }
                     for fingerprint, versions in sorted(entries.items(), key=lambda item: release(item[1][0]))
                 ]
                 for target, entries in sorted(self.targets.items())
