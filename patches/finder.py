@@ -155,6 +155,10 @@ class OverrideFinder(MetaPathFinder):
         functools.update_wrapper(replacement, original, updated=())
         setattr(replacement, MARK, override.id)
         setattr(override.target.owner(holder), override.target.name, replacement)
+        for name in override.reexports:
+            other = sys.modules.get(name)
+            if other is not None and vars(other).get(override.target.name) is original:
+                setattr(other, override.target.name, replacement)
         self.ledger.move(
             override.id,
             APPLIED,

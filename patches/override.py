@@ -35,6 +35,8 @@ class Override:
             its signature and release).
         after: the module whose execution makes the target present; by default the target's own. A compiled module is
             loaded around every finder, so its functions are replaced when the Python module that uses them is there.
+        reexports: modules of upstream that hold the function by value before it is replaced (`from compiled import *`).
+            Its name is replaced there as well. A holder that is not listed is refused by the gate.
         operators: torch operators that the replacement calls, known by their schemas (`patches.schema`).
         build: makes the replacement from the original, after the defining module has executed.
     """
@@ -54,6 +56,7 @@ class Override:
     kind: str = SOURCE
     after: str = ""
     operators: tuple[str, ...] = ()
+    reexports: tuple[str, ...] = ()
 
     @property
     def trigger(self) -> str:
@@ -88,6 +91,7 @@ def override(
     kind: str = SOURCE,
     after: str = "",
     operators: tuple[str, ...] = (),
+    reexports: tuple[str, ...] = (),
 ) -> Callable[[Build], Build]:
     """Declare an override; the decorated function is its `build`. See `Override` for the fields.
 
@@ -101,7 +105,7 @@ def override(
         REGISTRY.add(
             Override(
                 id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
-                tuple(also), mended, build, kind, after, tuple(operators),
+                tuple(also), mended, build, kind, after, tuple(operators), tuple(reexports),
             )
         )  # fmt: skip
         return build

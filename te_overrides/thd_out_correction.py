@@ -20,6 +20,7 @@ from patches.errors import DriftError
     target="transformer_engine_torch:thd_out_correction",
     after="transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     kind="binding",
+    reexports=("transformer_engine.pytorch.cpp_extensions",),
     modes=("stable", "invariant"),
     why="packed batches go through C++ with the library's exp, whose bits are not those of dense batches",
     how="the dense correction on the rows that the step holds, in place on the caller's tensor",

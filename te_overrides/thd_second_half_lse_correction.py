@@ -4,10 +4,11 @@ Upstream's is C++ (`tex.thd_second_half_lse_correction`): the library's log1pf a
 likes. A batch that is packed and the same batch that is not then differ, and on gfx950 neither agrees with the other's
 compiled variants (ROCm/TransformerEngine#693). A Python patch of the dense functions does not reach it.
 
-Seam: the ring looks the function up on the compiled module in every step, so replacing the attribute reaches every
-call. The compiled module is loaded around every finder (`load_framework_extension` calls the loader itself), hence
-`after`. The signature is that of all releases from 2.3 to 2.20.2, read from the C++ declarations of their source
-distributions.
+Seam: the ring looks the function up on the compiled module in every step (`tex.thd_…`, in no other file), so replacing
+the attribute reaches every call. The compiled module is loaded around every finder (`load_framework_extension` calls
+the loader itself), hence `after`. `cpp_extensions` has imported everything from it by then (`import *`), hence
+`reexports`: nobody calls the function there, but an original held by value stops the job at the gate. The signature
+is that of all releases from 2.3 to 2.20.2, read from the C++ declarations of their source distributions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from patches import override
     target="transformer_engine_torch:thd_second_half_lse_correction",
     after="transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     kind="binding",
+    reexports=("transformer_engine.pytorch.cpp_extensions",),
     modes=("stable", "invariant"),
     why="packed batches go through C++ with the library's log1p and exp, whose bits are not those of dense batches",
     how="the dense merge on the rows that the step holds, in place on the caller's tensor",
