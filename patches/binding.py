@@ -63,6 +63,23 @@ def look(override: Override, holder: ModuleType, function: Any, version: str | N
     return Look(found, None)
 
 
+def left_out(
+    override: Override, caller: Path, version: str | None, accepted: dict[str, list[str]]
+) -> str | None:
+    """Why it is fine that a compiled module lacks the function, or None.
+
+    It is where the declaration expects such builds, the release was reviewed, and the calling module still names the
+    function: it was not renamed, and whoever calls it gets an AttributeError, not other bits.
+    """
+    reviewed = any(versions.among(version, releases) for releases in accepted.values())
+    if not override.absent or not override.after or not reviewed:
+        return None
+    if re.search(rf"\.{override.target.name}\b", caller.read_text()) is None:
+        return None
+    module = override.target.module
+    return f"this build of {module} has no {override.target.name}, a call is an AttributeError: {override.absent}"
+
+
 def compiled_file(module: str, tree: Path | None = None) -> Path | None:
     """The file of a compiled module, found by looking, not by importing; arguments as `fingerprint.source_file`."""
     *folders, name = module.split(".")

@@ -129,6 +129,10 @@ class OverrideFinder(MetaPathFinder):
                 reason = f"{override.distribution} {version} has no such function (it exists in {override.versions})"
                 self.ledger.move(override.id, NOT_REQUIRED, reason, version=version)
                 return
+            left_out = binding.left_out(override, file, version, self.lock.accepted(str(override.target)))
+            if left_out is not None:
+                self.ledger.move(override.id, NOT_REQUIRED, left_out, version=version)
+                return
             absence = f"no {override.target.qualname} in {holder.__file__ or file}"
             if version is None and override.versions:
                 # Whether this release ought to have it cannot be told, and pinning cannot help.

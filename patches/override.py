@@ -35,6 +35,8 @@ class Override:
             its signature and release).
         after: the module whose execution makes the target present; by default the target's own. A compiled module is
             loaded around every finder, so its functions are replaced when the Python module that uses them is there.
+        absent: for a binding that a build of a reviewed release may lack: why, in words. Its absence is NOT_REQUIRED as
+            long as the module of `after` still names it, since a call can only end in an AttributeError.
         reexports: modules of upstream that hold the function by value before it is replaced (`from compiled import *`).
             Its name is replaced there as well. A holder that is not listed is refused by the gate.
         operators: torch operators that the replacement calls, known by their schemas (`patches.schema`).
@@ -57,6 +59,7 @@ class Override:
     after: str = ""
     operators: tuple[str, ...] = ()
     reexports: tuple[str, ...] = ()
+    absent: str = ""
 
     @property
     def trigger(self) -> str:
@@ -92,6 +95,7 @@ def override(
     after: str = "",
     operators: tuple[str, ...] = (),
     reexports: tuple[str, ...] = (),
+    absent: str = "",
 ) -> Callable[[Build], Build]:
     """Declare an override; the decorated function is its `build`. See `Override` for the fields.
 
@@ -105,7 +109,7 @@ def override(
         REGISTRY.add(
             Override(
                 id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
-                tuple(also), mended, build, kind, after, tuple(operators), tuple(reexports),
+                tuple(also), mended, build, kind, after, tuple(operators), tuple(reexports), absent,
             )
         )  # fmt: skip
         return build

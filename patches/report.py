@@ -24,8 +24,9 @@ class Finding:
 
     `verdict`: "accepted", "drifted", "absent" (the module is there, the target is not, although this version should
     have it), "outside" (this version need not have it), "not installed", "not checkable here" (a compiled function of a
-    release that was reviewed; its signature is seen where the compiled module is loaded). `refusal`: why a compiled
-    function that is loaded can be neither accepted nor pinned.
+    release that was reviewed; its signature is seen where the compiled module is loaded), "left out" (of this build, as
+    the declaration expects; `reason` says why). `refusal`: why a compiled function that is loaded can be neither
+    accepted nor pinned.
     """
 
     override: Override
@@ -35,6 +36,7 @@ class Finding:
     file: Path | None
     accepted: dict[str, list[str]]
     refusal: str | None = None
+    reason: str = ""
 
     @property
     def moved(self) -> bool:
@@ -57,6 +59,8 @@ class Finding:
                 "the signature is compared where the compiled package is installed, by an armed run when it loads the "
                 "module, or by `python -m patches check --load`"
             )
+        if self.verdict == "left out":
+            return f"{target}: {self.reason} ({where})"
         if self.verdict == "outside":
             return f"{target}: not in {where}; it exists in {self.override.versions}"
         expected = (
@@ -93,6 +97,9 @@ def _examine_binding(
     if module is not None:
         function = override.target.value(module)
         if function is None:
+            left_out = binding.left_out(override, file, version, accepted)
+            if left_out is not None:
+                return Finding(override, "left out", None, version, file, accepted, None, left_out)
             return Finding(override, "absent", None, version, file, accepted, "no such function")
         found, refusal = binding.look(override, module, function, version)
         known = refusal is None and versions.among(version, accepted.get(found or "", []))

@@ -21,6 +21,7 @@ from patches.errors import DriftError
     after="transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     kind="binding",
     reexports=("transformer_engine.pytorch.cpp_extensions",),
+    absent="builds for ROCm may leave out the ring of packed sequences",
     modes=("stable", "invariant"),
     why="packed batches go through C++ with the library's exp, whose bits are not those of dense batches",
     how="the dense correction on the rows that the step holds, in place on the caller's tensor",

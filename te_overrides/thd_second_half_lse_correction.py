@@ -9,6 +9,10 @@ the attribute reaches every call. The compiled module is loaded around every fin
 the loader itself), hence `after`. `cpp_extensions` has imported everything from it by then (`import *`), hence
 `reexports`: nobody calls the function there, but an original held by value stops the job at the gate. The signature
 is that of all releases from 2.3 to 2.20.2, read from the C++ declarations of their source distributions.
+
+A build may lack the function: ROCm's fork had the packed ring behind `#ifndef USE_ROCM` where its source was read (1.9,
+and a later commit of 2024). Such a build runs dense batches, and a packed ring there ends in an AttributeError, so the
+override is NOT_REQUIRED and says so.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from patches import override
     after="transformer_engine.pytorch.attention.dot_product_attention.context_parallel",
     kind="binding",
     reexports=("transformer_engine.pytorch.cpp_extensions",),
+    absent="builds for ROCm may leave out the ring of packed sequences",
     modes=("stable", "invariant"),
     why="packed batches go through C++ with the library's log1p and exp, whose bits are not those of dense batches",
     how="the dense merge on the rows that the step holds, in place on the caller's tensor",

@@ -36,7 +36,7 @@ DECLARATION = """
 from patches import override
 
 @override(id="up.find", target="compiled_upstream:find", after="upstream.user", kind="binding", modes=("stable",),
-          why="w", how="h", retire_when="r", evidence="docs/limits.md", distribution="upstream")
+          why="w", how="h", retire_when="r", evidence="docs/limits.md", distribution="upstream", absent={absent!r})
 def build(original):
     def find(*arguments):
         return ("ours", original(*arguments))
@@ -51,7 +51,7 @@ for attempt in range(2):
         print(user.look([1, 2, 3], 2))
     except Exception as error:
         print(type(error).__name__, error)
-print({e.state for e in patches.current_ledger().entries.values()})
+print({e.state: e.reason for e in patches.current_ledger().entries.values()})
 """
 DOC = "find(arg0: list[int], arg1: int) -> int\\n\\nFinds."
 LOCK = '{"schema": 1, "targets": {"compiled_upstream:find": [{"fingerprint": "%s", "versions": ["1.5.0"]}]}}'
@@ -59,7 +59,7 @@ LOCK = '{"schema": 1, "targets": {"compiled_upstream:find": [{"fingerprint": "%s
 
 def _run(
     folder: Path, doc: str = DOC, version: str = "1.5.0", signed: bool = True, uses: str = "find",
-    compiled: str = "installed/upstream/wheel_lib", held: str = "",
+    compiled: str = "installed/upstream/wheel_lib", held: str = "", absent: str = "",
 ) -> str:  # fmt: skip
     outside, folder = folder, folder / "installed"
     package, extension = folder / "upstream", outside / compiled / Path(_bisect.__file__).name
@@ -74,10 +74,11 @@ def _run(
     )
     (package / "user.py").write_text(
         "import upstream.compiled\nimport compiled_upstream as c\n"
-        f"{'del c.find' if uses != 'find' else ''}\ndef look(*a): return c.find(*a)\n"
+        + ("" if uses == "find" else "delattr(c, 'find')\n")
+        + f"def look(*a): return c.{'seek' if uses == 'seek' else 'find'}(*a)\n"
     )
     (folder / f"upstream-{version}.dist-info").mkdir()
-    (folder / "declaration.py").write_text(DECLARATION)
+    (folder / "declaration.py").write_text(DECLARATION.format(absent=absent))
     (folder / "lock.json").write_text(LOCK % "binding:(arg0: list[int], arg1: int) -> int")
     (folder / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "DETERMINISTIC_ROCM": ""}
@@ -107,6 +108,8 @@ def test_a_build_of_a_reviewed_release_is_one(tmp_path: Path) -> None:
         ({"version": "1.6.0"}, ["upstream 1.6.0", "(1.5.0)"]),
         ({"signed": False}, ["does not begin with one signature"]),
         ({"uses": "nothing"}, ["no find in"]),
+        ({"uses": "seek", "absent": "left out"}, ["no find in"]),
+        ({"uses": "nothing", "absent": "left out", "version": "1.6.0"}, ["no find in", "upstream 1.6.0"]),
         ({"held": "1.4.0"}, ["of release 1.4.0, called by another release", "upstream 1.5.0"]),
         (
             {"compiled": "elsewhere/of/no/package"},
@@ -122,6 +125,8 @@ def test_a_build_of_a_reviewed_release_is_one(tmp_path: Path) -> None:
         "another release",
         "no signature",
         "gone",
+        "renamed",
+        "left out of a new release",
         "of another release",
         "of no release",
         "overloaded",
@@ -134,6 +139,12 @@ def test_anything_else_is_drift_twice_in_words(
     assert printed.count("DriftError override up.find") == 2 and "ours" not in printed, printed
     for word in (*words, "Sought", "Found", "Ways on"):
         assert word in printed, printed
+
+
+def test_a_function_that_a_build_leaves_out_is_not_required_and_says_why(tmp_path: Path) -> None:
+    printed = _run(tmp_path, uses="nothing", absent="small builds have no search")
+    assert printed.count("AttributeError module") == 2 and "'NOT_REQUIRED'" in printed, printed
+    assert "small builds have no search" in printed, printed
 
 
 @pytest.mark.parametrize(
