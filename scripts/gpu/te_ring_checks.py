@@ -90,9 +90,11 @@ def rank_main(rank: int, ranks: int, armed: bool, store: str, found: Any) -> Non
     cp = sys.modules[CONTEXT_PARALLEL]
     if shared:
         _stage(cp)
-    from patches import current_ledger
+    from patches import current_ledger, gate
 
     ledger = current_ledger()
+    if ledger is not None:
+        gate.settle(ledger)
     report: dict[str, Any] = {
         "states": {}
         if ledger is None
