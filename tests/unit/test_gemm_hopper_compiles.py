@@ -103,6 +103,7 @@ def test_what_it_cannot_take_is_said() -> None:
     for words, x, y, more in (
         ("operands of torch.float32", a.float(), b.float(), {}),
         ("lanes of torch.float32", a, b, {"count": 8, "lane": torch.float32}),
+        ("lanes of torch.float32", a, b, {"count": 1, "lane": torch.float32}),
         ("too small", a[:64], b, {}),
         ("no multiple of 64", a[:, :496], b[:, :496], {"count": 8}),
         ("strides (1024, 2)", torch.zeros(256, 1024, dtype=torch.bfloat16)[:, ::2], b, {}),

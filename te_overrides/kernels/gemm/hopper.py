@@ -311,11 +311,11 @@ def obstacle(
     Args:
         a, b: [M, K], [N, K], either way round in memory.
         count, segments: lanes of this rank, packed parts of K.
-        lane: dtype of a lane; only the operands' own is kept in the open levels.
+        lane: dtype to which a lane is rounded; this kernel rounds to the operands' own.
     """
     if a.dtype not in GL_DTYPE:
         return f"operands of {a.dtype}"
-    if count > 1 and lane not in (None, a.dtype):
+    if lane not in (None, a.dtype):
         return f"lanes of {lane}"
     if min(a.shape[0], b.shape[0]) <= 64 or a.shape[1] < BLOCK_K:
         return "a matrix too small for its tiles"
