@@ -22,8 +22,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.gemm.ops import gated, lane_tree, one_lane
-from te_overrides.kernels.swiglu.ops import swiglu_packed_backward
+from te_overrides.kernels.gemm.ops import lane_tree, one_lane
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -45,45 +44,18 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return *_column_gradients(ctx, grads[0], x, weight, ctx.segments), None, None, None
-
-
-def _column_gradients(
-    ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, segments: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dX [s(/TP), B, K] and dW [N / TP, K] of a column-parallel product for `grad` [s, B, N / TP]."""
-    layout: ParallelLayout = ctx.layout
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        rows = weight.shape[0]
-        partial = lane_tree(
-            _flat(grad), weight.t(), tp_size=layout.tp_size, segments=[rows // segments] * segments
-        ).view(*grad.shape[:-1], weight.shape[1])
-        dx = sum_over_tp(partial, layout, layout.sequence_parallel)
-    if ctx.needs_input_grad[1]:
-        dw = deliver_weight_gradient(weight, gather_tokens(x, layout), grad, layout, ctx.fused)
-    return dx, dw
-
-
-class _GatedColumnParallel(torch.autograd.Function):
-    """x [s(/TP), B, K], weight [gate; up] [2 I / TP, K] -> SwiGLU of both projections, [s, B, I / TP]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, fused: bool
-    ) -> torch.Tensor:
-        ctx.layout, ctx.fused = layout, fused
-        full = gather_tokens(x, layout)
-        out, packed = gated(_flat(full), weight, keep=any(ctx.needs_input_grad))
-        ctx.save_for_backward(x, weight, packed)
-        return out.view(*full.shape[:-1], out.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layout: ParallelLayout = ctx.layout
         (grad,) = grads
-        x, weight, packed = ctx.saved_tensors
-        inner = swiglu_packed_backward(_flat(grad), packed).view(*grad.shape[:-1], weight.shape[0])
-        return *_column_gradients(ctx, inner, x, weight, 2), None, None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            rows, segments = weight.shape[0], ctx.segments
+            partial = lane_tree(
+                _flat(grad), weight.t(), tp_size=layout.tp_size, segments=[rows // segments] * segments
+            ).view(*grad.shape[:-1], weight.shape[1])
+            dx = sum_over_tp(partial, layout, layout.sequence_parallel)
+        if ctx.needs_input_grad[1]:
+            dw = deliver_weight_gradient(weight, gather_tokens(x, layout), grad, layout, ctx.fused)
+        return dx, dw, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -195,12 +167,6 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         if gather and self.layout.tp_size > 1:
             out = _GatherColumns.apply(out, self.layout)
         return out, (self.bias if self.skip_bias_add else None)
-
-    def gated(self, input_: torch.Tensor) -> torch.Tensor:
-        """SwiGLU of this projection of packed ``[gate; up]`` rows, without a bias: [s(/TP), B, K] -> [s, B, I / TP]."""
-        fused = self.config.gradient_accumulation_fusion
-        out: torch.Tensor = _GatedColumnParallel.apply(input_, self.weight, self.layout, fused)
-        return out
 
 
 class DeterministicRowParallelLinear(RowParallelLinear):

@@ -55,9 +55,6 @@ class DeterministicMLP(MLP):
             raise NotCoveredError(
                 "per_token_scale was passed to a DeterministicMLP: it belongs to MoE experts."
             )
-        if self.linear_fc1.bias is None:
-            out, output_bias = self.linear_fc2(self.linear_fc1.gated(hidden_states))
-            return out, output_bias
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)

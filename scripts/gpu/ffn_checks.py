@@ -11,7 +11,6 @@ Exit status 1 when an element differs, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import subprocess
 import sys
@@ -127,32 +126,6 @@ def gradient_checks(
     rows.compare(f"{name} gradient", lambda: ops.gradient(x, y, x.dtype), want.add(0.0))
 
 
-def gated_checks(rows: Rows) -> None:
-    """The activation in the epilogue, with and without what it is made of, both tile widths, ragged sizes."""
-    from te_overrides.kernels.gemm import hopper
-
-    for dtype in (torch.bfloat16, torch.float16):
-        for m, n, k in ((300, 520, 1024), (1000, 1032, 2048)):
-            a, b = randn(m, k, dtype=dtype), randn(2 * n, k, dtype=dtype)
-            packed = portable.one_lane(a, b)
-            want = swiglu_reference.swiglu_packed(packed)
-            for block, keep in itertools.product((128, 256), (True, False)):
-                tile = hopper.launch(1 if block == 128 else 10**6, n, 1, False, 132)
-                kept = torch.full_like(packed, torch.nan) if keep else None
-
-                def got(
-                    kept: Any = kept, tile: Any = tile, a: Any = a, b: Any = b, like: Any = want
-                ) -> torch.Tensor:
-                    out = torch.full_like(like, torch.nan)
-                    hopper.product(a, b, out, packed=kept, gated=True, tile=tile)
-                    return out
-
-                name = f"gated {dtype} {m}x{n}x{k} BN {block} keep {keep}"
-                rows.compare(name, got, want)
-                if kept is not None:
-                    rows.compare(f"{name}, projections", lambda kept=kept: kept, packed)
-
-
 def model_checks(rows: Rows) -> None:
     """The FFN's own shapes: any number of rows against the batch they come from, TP shards, repeats."""
     x, w = randn(2048, HIDDEN), randn(2 * INTERMEDIATE, HIDDEN)
@@ -180,8 +153,6 @@ def run_group(name: str) -> list[dict[str, Any]]:
     rows = Rows()
     if name == "swiglu":
         swiglu_checks(rows)
-    elif name == "gated":
-        gated_checks(rows)
     elif name == "model":
         model_checks(rows)
     else:
@@ -191,7 +162,7 @@ def run_group(name: str) -> list[dict[str, Any]]:
 
 def bit_checks(processes: int, seconds: float) -> list[dict[str, Any]]:
     """All groups, each in a process of its own, since compiling is what takes the time. A group that fails is a row."""
-    waiting, running, found = ["model", "swiglu", "gated", *GROUPS], dict[str, Any](), []
+    waiting, running, found = ["model", "swiglu", *GROUPS], dict[str, Any](), []
     deadline = time.monotonic() + seconds
     while waiting or running:
         while waiting and len(running) < processes:
@@ -251,8 +222,8 @@ def qwen() -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 def ffn(x: torch.Tensor, w: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Forward of the contract's FFN for training: the projections are kept."""
-    h, packed = ops.gated(x, w, keep=True)
-    assert packed is not None
+    packed = ops.one_lane(x, w)
+    h = swiglu_kernel.swiglu_packed(packed)
     return ops.lane_tree(h, down, tp_size=1), packed, h
 
 
@@ -318,7 +289,7 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
         })  # fmt: skip
         cell(f"FFN forward, M={m}", {
             "Qwen3MLP": lambda: module(x), "two cuBLAS": lambda: linear(linear(x, w)[:, :INTERMEDIATE], down),
-            "ours": lambda: ops.lane_tree(ops.gated(x, w, keep=False)[0], down, tp_size=1),
+            "ours": lambda: ffn(x, w, down),
         })  # fmt: skip
     packed, hidden = ffn(x, w, down)[1:]
     leaf = x.clone().requires_grad_()
@@ -336,7 +307,7 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
     cell(f"parts of backward, M={m}", {
         "cuBLAS dH": lambda: grad @ down, "dH": lambda: ops.one_lane(grad, down.t()),
         "cuBLAS dW": lambda: packed.t() @ x, "dW": lambda: ops.gradient(packed.t(), x.t(), x.dtype),
-        "gated": lambda: ops.gated(x, w, keep=True), "cuBLAS dX": lambda: packed @ w,
+        "cuBLAS dX": lambda: packed @ w,
         "dX": lambda: ops.lane_tree(packed, w.t(), tp_size=1, segments=[INTERMEDIATE] * 2),
         "SwiGLU": lambda: swiglu_kernel.swiglu_packed(packed),
         "SwiGLU backward": lambda: swiglu_kernel.swiglu_packed_backward(hidden, packed),

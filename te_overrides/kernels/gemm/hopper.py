@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_overrides.kernels.hopper_names import async_load, async_store, reinterpret
-from te_overrides.kernels.launching import Launch, Plans, signature
-from te_overrides.kernels.portable_math.kernel import silu
+from te_overrides.kernels.launching import Launch, Plans, device_of, signature
 
 BLOCK_M, BLOCK_K = 128, 64
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -57,9 +56,9 @@ def _copy(descriptor, along_k: gl.constexpr, row, k, barrier, to):
 
 @gluon.jit
 def _producer(
-    a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width, half,
+    a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GATED: gl.constexpr,
+    LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr,
 ):  # fmt: skip
     it = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -75,15 +74,7 @@ def _producer(
                     mbarrier.expect(ready, (BM + BN) * BK * 2)
                     _copy(a, A_K, tile_m * BM, k, ready, ring_a0.index(slot))
                     _copy(a, A_K, tile_m * BM + BM // 2, k, ready, ring_a1.index(slot))
-                    if (
-                        GATED
-                    ):  # half of the tile's columns from the gate's rows, half from the up projection's
-                        side: gl.constexpr = BN // 2
-                        tile = ring_b.index(slot)
-                        _copy(b, B_K, tile_n * side, k, ready, tile.slice(0, side))
-                        _copy(b, B_K, half + tile_n * side, k, ready, tile.slice(side, side))
-                    else:
-                        _copy(b, B_K, tile_n * BN, k, ready, ring_b.index(slot))
+                    _copy(b, B_K, tile_n * BN, k, ready, ring_b.index(slot))
                     it += 1
 
 
@@ -164,27 +155,11 @@ def _store_32_in_quarters(c, acc, row, column, M, N, stride, ADD: gl.constexpr, 
 
 
 @gluon.jit
-def _activated(gate, up, DTYPE: gl.constexpr):
-    """``silu(gate) * up`` with the contract's roundings."""
-    return _round(silu(gate.to(gl.float32)) * up.to(gl.float32), DTYPE)
-
-
-@gluon.jit
-def _activated_in_halves(gate, up, DTYPE: gl.constexpr):
-    """The same half by half: the float64 values of 32 columns fit into the registers, those of 64 do not."""
-    gate0, gate1 = _halves(gate)
-    up0, up1 = _halves(up)
-    both = gl.join(_activated(gate0, up0, DTYPE), _activated(gate1, up1, DTYPE))
-    return both.permute(0, 2, 1).reshape([64, gate.shape[1]])
-
-
-@gluon.jit
 def _consumer(
-    c, packed, staging, line, ring_a, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N, stride,
+    c, staging, line, ring_a, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N, stride,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, DTYPE: gl.constexpr,
-    CN: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, POSITIVE: gl.constexpr, GATED: gl.constexpr,
-    KEEP: gl.constexpr,
+    CN: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, POSITIVE: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     own = scratch + (gl.program_id(0) * 2 + HALF) * (64 * BN)
@@ -230,19 +205,6 @@ def _consumer(
         row, column = tile_m * BM + HALF * 64, tile_n * BN
         if WIDE:
             _store_32_in_quarters(c, acc, row, column, M, N, stride, ADD, BN)
-        elif GATED:
-            gate, up = _halves(out)
-            column = tile_n * (BN // 2)
-            if KEEP:
-                _store_16(packed, staging, gate, row, column, BN // 2, CN)
-                _store_16(packed, staging, up, row, N + column, BN // 2, CN)
-            if CN == BN // 2:
-                _store_16(c, staging, _activated_in_halves(gate, up, DTYPE), row, column, CN, CN)
-            else:
-                gate0, gate1 = _halves(gate)
-                up0, up1 = _halves(up)
-                _store_16(c, staging, _activated_in_halves(gate0, up0, DTYPE), row, column, CN, CN)
-                _store_16(c, staging, _activated_in_halves(gate1, up1, DTYPE), row, column + CN, CN, CN)
         else:
             if POSITIVE:
                 out = (out.to(gl.float32) + 0.0).to(DTYPE)
@@ -252,16 +214,12 @@ def _consumer(
 
 @gluon.jit
 def gemm_kernel(
-    a, b, c, packed, scratch, tiles_m, tiles_n, steps, lane_width, segment_width, M, N, stride,
+    a, b, c, scratch, tiles_m, tiles_n, steps, lane_width, segment_width, M, N, stride,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, DTYPE: gl.constexpr,
     CN: gl.constexpr, C_LAYOUT: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr, POSITIVE: gl.constexpr,
-    GATED: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
-    """C [M, N] = A B^T in lanes. `a`, `b` (and `c`, unless WIDE) are tensor descriptors, blocks as in `_descriptor`.
-
-    GATED: B is [gate; up] of 2 N rows and C their SwiGLU; KEEP: what it was made of goes to `packed` [M, 2 N].
-    """
+    """C [M, N] = A B^T in lanes. `a`, `b` (and `c`, unless WIDE) are tensor descriptors, blocks as in `_Plan`."""
     HALF_A: gl.constexpr = [BM // 2, BK] if A_K else [BK, BM // 2]
     ring_a0 = gl.allocate_shared_memory(DTYPE, [STAGES] + HALF_A, a.layout)
     ring_a1 = gl.allocate_shared_memory(DTYPE, [STAGES] + HALF_A, a.layout)
@@ -284,18 +242,16 @@ def gemm_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                c, packed, staging0, line0, ring_a0, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N,
-                stride, 0, BM, BN, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, DTYPE, CN, WIDE, ADD, POSITIVE, GATED,
-                KEEP,
+                c, staging0, line0, ring_a0, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N,
+                stride, 0, BM, BN, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, DTYPE, CN, WIDE, ADD, POSITIVE,
             )),
             (_consumer, (
-                c, packed, staging1, line1, ring_a1, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N,
-                stride, 1, BM, BN, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, DTYPE, CN, WIDE, ADD, POSITIVE, GATED,
-                KEEP,
+                c, staging1, line1, ring_a1, ring_b, full, empty, scratch, tiles_m, tiles_n, steps, M, N,
+                stride, 1, BM, BN, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, DTYPE, CN, WIDE, ADD, POSITIVE,
             )),
             (_producer, (
-                a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width, N,
-                BM, BN, BK, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, GATED,
+                a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width,
+                BM, BN, BK, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K,
             )),
         ],
         [4, 1],
@@ -362,20 +318,17 @@ class _Plan:
     """One product with everything decided that does not change from call to call of one signature."""
 
     def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, packed: torch.Tensor | None, count: int,
-        segments: int, add: bool, positive: bool, gated: bool, tile: dict[str, Any] | None,
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, count: int, segments: int, add: bool,
+        positive: bool, tile: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        (m, k), n = a.shape, b.shape[0] // (2 if gated else 1)
+        (m, k), n = a.shape, b.shape[0]
         self.wide = out.dtype == torch.float32
         processors = _processors(a.device)
         tiles_m = triton.cdiv(m, BLOCK_M)
-        chosen = tile or launch(tiles_m, b.shape[0], count, self.wide, processors)
-        width = chosen["BN"] // (2 if gated else 1)
-        if gated:
-            chosen = chosen | {"CN": 64}
-        tiles_n = triton.cdiv(n, width)
+        chosen = tile or launch(tiles_m, n, count, self.wide, processors)
+        tiles_n = triton.cdiv(n, chosen["BN"])
         _, self.block_a, a_k = _map(a, BLOCK_M // 2)
-        _, self.block_b, b_k = _map(b, width)
+        _, self.block_b, b_k = _map(b, chosen["BN"])
         self.block_c = [BLOCK_M // 2, chosen["CN"]]
         programs = min(tiles_m * tiles_n, processors)
         self.scratch = programs * 2 * 64 * chosen["BN"] if count == 8 else 16
@@ -385,23 +338,19 @@ class _Plan:
             "BM": BLOCK_M, "BN": chosen["BN"], "BK": BLOCK_K, "STAGES": chosen["STAGES"], "GROUP": chosen["GROUP"],
             "LANES": count, "SEGMENTS": segments, "A_K": a_k, "B_K": b_k, "DTYPE": GL_DTYPE[a.dtype],
             "CN": chosen["CN"], "C_LAYOUT": _layout(tuple(self.block_c), a.dtype), "WIDE": self.wide, "ADD": add,
-            "POSITIVE": positive, "GATED": gated, "KEEP": packed is not None,
+            "POSITIVE": positive,
         }  # fmt: skip
         steps = triton.cdiv(lane_width, BLOCK_K)
         integers = (tiles_m, tiles_n, steps, lane_width, segment_width, m, n, out.stride(0))
         options = {"num_warps": 4, "enable_fp_fusion": False}
         self.launch = Launch(gemm_kernel, (programs, 1, 1), integers, constants, options)
 
-    def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, packed: torch.Tensor | None
-    ) -> None:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         scratch = torch.empty(self.scratch, dtype=a.dtype, device=a.device)
-        c = out if self.wide else _described(out, self.block_c)
         self.launch(
             _described(_map(a, 0)[0], self.block_a),
             _described(_map(b, 0)[0], self.block_b),
-            c,
-            c if packed is None else _described(packed, self.block_c),
+            out if self.wide else _described(out, self.block_c),
             scratch,
         )
 
@@ -414,43 +363,23 @@ def product(
     b: torch.Tensor,
     out: torch.Tensor,
     *,
-    packed: torch.Tensor | None = None,
     count: int = 1,
     segments: int = 1,
     add: bool = False,
     positive: bool = False,
-    gated: bool = False,
     tile: dict[str, Any] | None = None,
 ) -> None:
     """``A B^T`` in `count` lanes of `segments` parts into `out`; `obstacle` must have found none.
 
     Args:
-        a, b: [M, K], [N, K] of one 16-bit dtype; `gated`: b is [gate; up], [2 N, K] with K contiguous.
+        a, b: [M, K], [N, K] of one 16-bit dtype.
         out: [M, N], rows contiguous: the operands' dtype, or float32 for one lane.
-        packed: [M, 2 N] for the two projections themselves, where they are wanted (`gated` alone).
         add: add to `out` (float32 alone).
         positive: make zeros positive after the rounding to 16 bits.
-        gated: `out` is the SwiGLU of the two projections.
         tile: other values than `launch` gives.
     """
-    kept = None if packed is None else signature(packed)
     chosen = None if tile is None else tuple(tile.items())
-    key = (
-        a.device,
-        signature(a),
-        signature(b),
-        signature(out),
-        kept,
-        count,
-        segments,
-        add,
-        positive,
-        gated,
-        chosen,
-    )
-    plan = _plans(key, _Plan, a, b, out, packed, count, segments, add, positive, gated, tile)
-    if a.device.index == torch.cuda.current_device():
-        plan(a, b, out, packed)
-    else:
-        with torch.cuda.device(a.device):
-            plan(a, b, out, packed)
+    key = (a.device, signature(a), signature(b), signature(out), count, segments, add, positive, chosen)
+    plan = _plans(key, _Plan, a, b, out, count, segments, add, positive, tile)
+    with device_of(a):
+        plan(a, b, out)

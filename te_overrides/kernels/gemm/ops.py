@@ -15,7 +15,6 @@ from te_overrides.kernels import accounting
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm import reference
 from te_overrides.kernels.gemm.reference import LANES, LaneError, lanes_per_rank
-from te_overrides.kernels.swiglu.ops import swiglu_packed
 
 
 def _hopper(a: torch.Tensor, b: torch.Tensor, count: int, segments: int, lane: torch.dtype | None) -> bool:
@@ -52,25 +51,6 @@ def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     from te_overrides.kernels.gemm import kernel
 
     return kernel.one_lane(a, b, dtype)
-
-
-@eager_only
-def gated(a: torch.Tensor, b: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """SwiGLU of a packed projection: ``silu(A G^T) * (A U^T)``, every stage rounded as by itself.
-
-    Args:
-        a: [M, K].
-        b: [2 N, K], the gate's rows G, then the up projection's rows U.
-        keep: whether the projections themselves are wanted as well.
-
-    Returns:
-        [M, N], and [M, 2 N] or None.
-
-    Raises:
-        LaneError: operands that do not fit.
-    """
-    packed = one_lane(a, b)
-    return swiglu_packed(packed), packed if keep else None
 
 
 @eager_only
