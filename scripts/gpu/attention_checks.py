@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from attention_bits import CASES, CAUSAL, NAMES, everything, operands, whole
 
+from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.attention import kernel
 from te_overrides.kernels.attention.launch_table import Entries, entries_for
 from te_overrides.kernels.attention.runs import Run
@@ -206,7 +207,7 @@ def candidates(
         "dkv": lambda: kernel.attention_dkv(q, k, v, grad, *rows, runs, mask=CAUSAL),
     }
     if portable:
-        entries = entries_for(kernel.architecture(q.device), d)
+        entries = entries_for(architecture(q.device), d)
         flipped = Entries(
             *(
                 replace(entry, branch=not entry.branch)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemm_checks import median_ms, randn
 
+from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.gemm import kernel as portable
 from te_overrides.kernels.gemm import ops
@@ -316,7 +317,7 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
 
 def small_tiles(cell: Any, m: int, x: Any, h: Any, w: Any, down: Any) -> None:
     """Tiles of the portable kernel for few rows, bound by reading the weights."""
-    arch = portable.architecture(x.device)
+    arch = architecture(x.device)
     base = launch_for(arch, "one_lane", m)
     variants = {
         f"{n}x{k} w{warps} s{stages}": replace(base, block_n=n, block_k=k, num_warps=warps, num_stages=stages)

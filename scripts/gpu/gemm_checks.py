@@ -22,8 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.bits import count_mismatches
-from te_overrides.kernels.gemm.kernel import architecture, lane_tree, one_lane
+from te_overrides.kernels.gemm.kernel import lane_tree, one_lane
 from te_overrides.kernels.gemm.launch_table import TABLE, Launch
 from te_overrides.kernels.tree.reference import balanced_tree
 

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from te_overrides.kernels.gemm.kernel import constexprs, gemm_kernel, options
+from te_overrides.kernels.gemm.kernel import constexprs, gemm_kernel, lane_tree, options
 from te_overrides.kernels.gemm.launch_table import (
     GFX942,
     GFX950,
@@ -20,6 +20,7 @@ from te_overrides.kernels.gemm.launch_table import (
     NoLaunchError,
     launch_for,
 )
+from te_overrides.kernels.gemm.reference import LaneError
 
 AMD = [
     (arch, op, entry)
@@ -69,6 +70,13 @@ def test_a_class_is_one_k_order_over_all_buckets() -> None:
         if arch != "sm_90":
             assert len({entry.block_k for entry in entries}) == 1
         assert all(len(group) == len(ROWS) for (a, _), group in TABLE.items() if a == arch)
+
+
+def test_another_number_of_lanes_than_its_levels_hold_is_refused() -> None:
+    """Lanes 0 to 7 of sixteen would be lost."""
+    a, b = torch.zeros(16, 512, dtype=torch.bfloat16), torch.zeros(16, 512, dtype=torch.bfloat16)
+    with pytest.raises(LaneError, match="16 lanes on one rank"):
+        lane_tree(a, b, tp_size=1, lanes=16)
 
 
 def test_an_unknown_architecture_is_refused_by_name() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bits import assert_equal_bits, count_mismatches
+from te_overrides.kernels.gemm import ops
 from te_overrides.kernels.gemm import reference as gemm
 from te_overrides.kernels.tree.reference import balanced_tree
 
@@ -113,6 +114,14 @@ def test_lanes_of_bf16_and_float32_against_float64() -> None:
             ["[8]", "16"],
         ),
         (lambda: gemm.chain(torch.ones(2, 3), torch.ones(2, 4)), ["(2, 3)", "(2, 4)"]),
+        (
+            lambda: ops.add_one_lane_(torch.ones(2, 4), torch.ones(2, 3), torch.ones(2, 3)),
+            ["(2, 3)", "(2, 4)", "needs float32 (2, 2)"],
+        ),
+        (
+            lambda: ops.add_one_lane_(torch.ones(2, 2).half(), torch.ones(2, 3), torch.ones(2, 3)),
+            ["torch.float16", "needs float32"],
+        ),
     ],
 )
 def test_refusals_name_value_rule_and_way_out(call: object, words: list[str]) -> None:

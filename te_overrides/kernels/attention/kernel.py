@@ -5,19 +5,18 @@ Shapes are the reference's: rows first, `[s, b, h, d]`, statistics `[b, h, s]`. 
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
 import torch
 import triton
 
+from te_overrides.kernels.architecture import architecture, has_hopper_kernels
 from te_overrides.kernels.attention import kernel_backward, kernel_forward
 from te_overrides.kernels.attention.coverage import require_covered
 from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
 from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.attention.runs import Run, covered, reach, work_table
-from te_overrides.kernels.gemm.kernel import architecture
 from te_overrides.kernels.launching import Launcher
 
 _forward = Launcher(kernel_forward.forward_kernel)
@@ -75,12 +74,11 @@ def attention_forward(
     if not whole:
         lse.fill_(-torch.inf)
     per_group = heads // groups
-    arch = _architecture(query.device) if entries is None else ""
     rows = max((run.count for run in runs), default=0)
-    if rows * per_group > DECODE_ROWS and (fast := _hopper(arch, query, key, value)):
+    if rows * per_group > DECODE_ROWS and (fast := _hopper(entries, query, key, value)):
         fast.forward(query, key, value, out, lse, runs, reach(mask), problem)
         return out, lse
-    entries = entries or entries_for(arch, d)
+    entries = entries or entries_for(architecture(query.device), d)
     entry, pack = _launch_of(entries, rows, per_group)
     left, right = reach(mask)
     work = work_table(runs, entry.rows // pack, left, right, query.device)
@@ -145,11 +143,10 @@ def attention_dq(
     shift, delta = shift.contiguous(), delta.contiguous()
     (s_q, batch, heads, d), (_, _, groups, d_v) = query.shape, value.shape
     dq = (query.new_empty if covered(runs) == s_q else query.new_zeros)(query.shape)
-    arch = _architecture(query.device) if entries is None else ""
-    if fast := _hopper(arch, query, key, value, grad_out):
+    if fast := _hopper(entries, query, key, value, grad_out):
         fast.dq(query, key, value, grad_out, shift, delta, dq, runs, reach(mask), problem)
         return dq
-    entry = (entries or entries_for(arch, d)).dq
+    entry = (entries or entries_for(architecture(query.device), d)).dq
     left, right = reach(mask)
     work = work_table(runs, entry.rows, left, right, query.device)
     if work is None or not batch:
@@ -193,11 +190,10 @@ def attention_dkv(
     (s_q, batch, heads, d), (s_k, _, groups, d_v) = query.shape, value.shape
     new = key.new_empty if covered(runs) == s_k else key.new_zeros
     dk, dv = new(key.shape), new(value.shape)
-    arch = _architecture(query.device) if entries is None else ""
-    if fast := _hopper(arch, query, key, value, grad_out):
+    if fast := _hopper(entries, query, key, value, grad_out):
         fast.dkv(query, key, value, grad_out, shift, delta, dk, dv, runs, reach(mask), problem)
         return dk, dv
-    entry = (entries or entries_for(arch, d)).dkv
+    entry = (entries or entries_for(architecture(query.device), d)).dkv
     left, right = reach(mask)
     work = work_table(runs, entry.rows, right, left, query.device)
     if work is None or not batch:
@@ -219,23 +215,13 @@ def attention_dkv(
     return dk, dv
 
 
-def _hopper(arch: str, *operands: torch.Tensor) -> ModuleType | None:
-    """The Hopper kernels where they cover the operands: other kernels, the same bits."""
-    if arch != "sm_90" or not _has_gluon():
+def _hopper(entries: Entries | None, *operands: torch.Tensor) -> ModuleType | None:
+    """The Hopper kernels (the same bits) where they cover the operands and no portable entries are asked for."""
+    if entries is not None or not has_hopper_kernels(operands[0].device):
         return None
     from te_overrides.kernels.attention import hopper
 
-    return hopper if hopper.covers(arch, *operands) else None
-
-
-@functools.cache
-def _architecture(device: torch.device) -> str:
-    return architecture(device)
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+    return hopper if hopper.covers(*operands) else None
 
 
 def _columns(d: int, d_v: int) -> dict[str, int]:
@@ -279,7 +265,7 @@ def paged_forward(
     lse = query.new_empty(1, heads, batch * s_q, dtype=torch.float32)
     if not rows.numel():
         return out.view(batch, s_q, heads, d_v), lse.view(heads, batch, s_q).transpose(0, 1)
-    entries = entries or entries_for(_architecture(query.device), d)
+    entries = entries or entries_for(architecture(query.device), d)
     entry, pack = _launch_of(entries, s_q, heads // groups)
     left, right = reach(mask)
     table = block_table.to(torch.int32).contiguous()

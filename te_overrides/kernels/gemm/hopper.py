@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from te_overrides.kernels.gemm.reference import LANES
 from te_overrides.kernels.hopper_names import async_load, async_store, reinterpret
 from te_overrides.kernels.launching import Launch, Plans, device_of, signature
 
@@ -269,8 +270,12 @@ def obstacle(
         count, segments: lanes of this rank, packed parts of K.
         lane: dtype to which a lane is rounded; this kernel rounds to the operands' own.
     """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)} with {b.dtype} {tuple(b.shape)}"
     if a.dtype not in GL_DTYPE:
         return f"operands of {a.dtype}"
+    if LANES % count:
+        return f"{count} lanes on one rank"
     if lane not in (None, a.dtype):
         return f"lanes of {lane}"
     if min(a.shape[0], b.shape[0]) <= 64 or a.shape[1] < BLOCK_K:

@@ -22,10 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
+from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.gemm.launch_table import Launch, launch_for
 from te_overrides.kernels.gemm.reference import LANES, LaneError, cut_lanes, lanes_per_rank
 from te_overrides.kernels.launching import Launch as PlannedLaunch
-from te_overrides.kernels.launching import Plans, signature
+from te_overrides.kernels.launching import Plans, device_of, signature
 
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -162,14 +163,6 @@ def options(entry: Launch, hip: bool) -> dict[str, Any]:
     return common
 
 
-def architecture(device: torch.device) -> str:
-    """The launch table's name of a device: gfx942, gfx950, sm_90, …"""
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return str(properties.gcnArchName).partition(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
-
-
 def _run(
     a: torch.Tensor, b: torch.Tensor, operation: str, count: int, segments: Sequence[int], lane: torch.dtype,
     out: torch.dtype, entry: Launch | None,
@@ -190,11 +183,8 @@ def _run(
         return c
     key = (a.device, signature(a), signature(b), operation, count, len(segments), width, lane, out, entry)
     launch = _plans(key, _plan, a, b, c, operation, count, segments, width, lane, entry)
-    if a.device.index == torch.cuda.current_device():
+    with device_of(a):
         launch(a, b, c)
-    else:
-        with torch.cuda.device(a.device):
-            launch(a, b, c)
     return c
 
 
@@ -224,7 +214,7 @@ def one_lane(
         LaneError: operands that do not fit.
         NoLaunchError: a GPU without a certified entry.
     """
-    return _run(a, b, "one_lane", 1, [a.shape[1]], torch.float32, dtype or a.dtype, entry)
+    return _run(a, b, "one_lane", 1, [a.shape[-1]], torch.float32, dtype or a.dtype, entry)
 
 
 def lane_tree(
@@ -240,13 +230,13 @@ def lane_tree(
     """This rank's subtree of the eight-lane contraction on a GPU. See the reference.
 
     Raises:
-        LaneError: a size that the lanes do not divide, or more than eight lanes on a rank.
+        LaneError: a size that the lanes do not divide, or another number of them on a rank than 1, 2, 4 or 8.
         NoLaunchError: a GPU without a certified entry.
     """
     count = lanes_per_rank(tp_size, lanes)
-    if count > LANES:
+    if LANES % count:
         raise LaneError(
-            f"{count} lanes on one rank: the kernel keeps three open levels, that is {LANES} lanes"
+            f"{count} lanes on one rank: the kernel keeps three open levels, for 1, 2, 4 or 8 lanes"
         )
     lane = dtype or a.dtype
     return _run(a, b, "lane_tree", count, list(segments or [a.shape[1]]), lane, lane, entry)

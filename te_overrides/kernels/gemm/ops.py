@@ -8,24 +8,41 @@ another class.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from te_overrides.kernels import accounting
+from te_overrides.kernels.architecture import has_hopper_kernels
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm import reference
 from te_overrides.kernels.gemm.reference import LANES, LaneError, lanes_per_rank
 
 
-def _hopper(a: torch.Tensor, b: torch.Tensor, count: int, segments: int, lane: torch.dtype | None) -> bool:
-    """Whether the Hopper kernel takes a product."""
-    from te_overrides.kernels.gemm.kernel import architecture
-
-    if architecture(a.device) != "sm_90":
-        return False
+def _hopper(a: torch.Tensor, b: torch.Tensor, **lanes: Any) -> ModuleType | None:
+    """The Hopper kernel's module where it takes a product; `lanes` as in its `obstacle`."""
+    if not has_hopper_kernels(a.device):
+        return None
     from te_overrides.kernels.gemm import hopper
 
-    return hopper.obstacle(a, b, count=count, segments=segments, lane=lane) is None
+    return hopper if hopper.obstacle(a, b, **lanes) is None else None
+
+
+def _by_hopper(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    lane: torch.dtype | None = None,
+    positive: bool = False,
+    **lanes: int,
+) -> torch.Tensor | None:
+    """The product in `dtype` by the Hopper kernel, or None where that one does not take it."""
+    if dtype not in (a.dtype, torch.float32) or (hopper := _hopper(a, b, lane=lane, **lanes)) is None:
+        return None
+    out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    hopper.product(a, b, out, positive=positive, **lanes)
+    return out
 
 
 @eager_only
@@ -40,13 +57,7 @@ def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     """
     if not a.is_cuda:
         return reference.one_lane(a, b, dtype)
-    _require_product(a, b)
-    dtype = dtype or a.dtype
-    if dtype in (a.dtype, torch.float32) and _hopper(a, b, 1, 1, None):
-        from te_overrides.kernels.gemm import hopper
-
-        out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-        hopper.product(a, b, out)
+    if (out := _by_hopper(a, b, dtype or a.dtype)) is not None:
         return out
     from te_overrides.kernels.gemm import kernel
 
@@ -61,12 +72,7 @@ def gradient(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
         a, b: [M, K], [N, K], any strides.
         dtype: of the result; float32 is not rounded.
     """
-    if a.is_cuda and dtype == a.dtype and _hopper(a, b, 1, 1, None):
-        from te_overrides.kernels.gemm import hopper
-
-        _require_product(a, b)
-        out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-        hopper.product(a, b, out, positive=True)
+    if a.is_cuda and dtype == a.dtype and (out := _by_hopper(a, b, dtype, positive=True)) is not None:
         return out
     return one_lane(a, b, dtype).add_(0.0)
 
@@ -82,10 +88,12 @@ def add_one_lane_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     Raises:
         LaneError: operands that do not fit.
     """
-    if a.is_cuda and out.stride(-1) == 1 and _hopper(a, b, 1, 1, None):
-        from te_overrides.kernels.gemm import hopper
-
-        _require_product(a, b)
+    if out.dtype != torch.float32 or out.shape != (a.shape[0], b.shape[0]):
+        raise LaneError(
+            f"a product of {tuple(a.shape)} and {tuple(b.shape)} cannot be added to {out.dtype} {tuple(out.shape)}: "
+            f"it needs float32 {(a.shape[0], b.shape[0])}."
+        )
+    if a.is_cuda and out.stride(-1) == 1 and (hopper := _hopper(a, b)):
         hopper.product(a, b, out, add=True)
         return
     out.add_(one_lane(a, b, torch.float32))
@@ -110,22 +118,10 @@ def lane_tree(
         return reference.lane_tree(a, b, tp_size=tp_size, dtype=dtype, segments=segments, lanes=lanes)
     sizes = list(segments) if segments is not None else [a.shape[1]]
     count = lanes_per_rank(tp_size, lanes)
-    if len(set(sizes)) == 1 and sum(sizes) == a.shape[1] and _hopper(a, b, count, len(sizes), dtype):
-        from te_overrides.kernels.gemm import hopper
-
-        _require_product(a, b)
-        out = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype, device=a.device)
-        hopper.product(a, b, out, count=count, segments=len(sizes))
-        return out
+    if len(set(sizes)) == 1 and sum(sizes) == a.shape[1]:
+        out = _by_hopper(a, b, a.dtype, lane=dtype, count=count, segments=len(sizes))
+        if out is not None:
+            return out
     from te_overrides.kernels.gemm import kernel
 
     return kernel.lane_tree(a, b, tp_size=tp_size, dtype=dtype, segments=segments, lanes=lanes)
-
-
-def _require_product(a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or a.dtype != b.dtype:
-        raise LaneError(
-            f"a chain contracts [M, K] with [N, K] of one dtype; got {a.dtype} {tuple(a.shape)} and {b.dtype} "
-            f"{tuple(b.shape)}. Flatten tokens first and pass the weight as [out, in]."
-        )
-    accounting.flops(a.shape[0] * b.shape[0] * a.shape[1])
