@@ -178,3 +178,8 @@ def row_stride(x: torch.Tensor) -> int | None:
             return None
         rows *= size
     return stride if rows > 1 else x.shape[-1]
+
+
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` where its rows can be walked with one stride, else a contiguous copy."""
+    return x if row_stride(x) is not None else x.contiguous()

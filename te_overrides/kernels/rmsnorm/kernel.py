@@ -14,7 +14,7 @@ import torch
 import triton
 
 from te_overrides.kernels.granules.reference import GRANULE
-from te_overrides.kernels.launching import Launch, Plans, device_of, options, row_stride, signature
+from te_overrides.kernels.launching import Launch, Plans, device_of, options, row_stride, signature, with_rows
 from te_overrides.kernels.rmsnorm.add import require_addable
 from te_overrides.kernels.rmsnorm.backward_kernel import backward_kernel, long_rows_kernel, partials_kernel
 from te_overrides.kernels.rmsnorm.forward_kernel import forward_kernel
@@ -84,11 +84,6 @@ def add_rmsnorm_backward_partials(
     return _backward(grad_out, grad_residual_out, residual_out, weight, rstd, zero_centered, None)
 
 
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` where its rows can be walked with one stride, else a contiguous copy."""
-    return x if row_stride(x) is not None else x.contiguous()
-
-
 def _require(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         raise ValueError(
@@ -107,8 +102,8 @@ def _forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _require(x, weight)
-    x, weight = _with_rows(x), weight.contiguous()
-    added = x if residual is None else _with_rows(residual)
+    x, weight = with_rows(x), weight.contiguous()
+    added = x if residual is None else with_rows(residual)
     key = (
         "forward", x.device, signature(x), residual is None or signature(added), signature(weight), eps,
         zero_centered,
@@ -161,8 +156,8 @@ def _backward(
         )
     if groups is not None and x.shape[2] % groups:
         raise ValueError(f"RMSNorm backward: {groups} groups do not divide {x.shape[2]} heads")
-    grad, x, weight, rstd = _with_rows(grad), _with_rows(x), weight.contiguous(), rstd.contiguous()
-    stream = grad if grad_residual is None else _with_rows(grad_residual)
+    grad, x, weight, rstd = with_rows(grad), with_rows(x), weight.contiguous(), rstd.contiguous()
+    stream = grad if grad_residual is None else with_rows(grad_residual)
     tensors = (grad, x, weight, rstd, stream)
     key = ("backward", x.device, *map(signature, tensors), zero_centered, groups, grad_residual is None)
     launch, sum_launch, shape = _plans(
