@@ -160,7 +160,7 @@ def attention_dq(
         ),
         {
             "GROUP": heads // groups, "BRANCH": entry.branch, "BM": entry.rows, "BN": entry.columns,
-            **_columns(d, d_v),
+            **_columns(d, d_v), "HIP": problem.hip,
         },
         options(entry, problem.hip),
     )  # fmt: skip
@@ -208,7 +208,7 @@ def attention_dkv(
         ),
         {
             "GROUP": heads // groups, "BRANCH": entry.branch, "BK": entry.rows, "BQ": entry.columns,
-            **_columns(d, d_v),
+            **_columns(d, d_v), "HIP": problem.hip,
         },
         options(entry, problem.hip),
     )  # fmt: skip

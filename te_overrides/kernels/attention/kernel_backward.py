@@ -18,6 +18,7 @@ from te_overrides.kernels.attention.device import (
     probabilities,
     sees,
 )
+from te_overrides.kernels.rounding.kernel import converted
 
 _INF = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -73,7 +74,7 @@ def dq_kernel(
     s_q, heads, left, right,
     scale, softmax_scale,
     GROUP: tl.constexpr, BRANCH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
     first_row, rows, position = tl.load(line), tl.load(line + 1), tl.load(line + 2)
@@ -118,10 +119,10 @@ def dq_kernel(
             visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
             p = tl.where(visible, p, 0.0)
         ds = p * (tl.dot(grad, value.T) - row_delta[:, None])
-        acc = tl.dot(ds.to(key.dtype), key, acc)
+        acc = tl.dot(converted(ds, key.dtype, HIP), key, acc)
     tl.store(
         dq + batch * dq_b + head * dq_h + (at_row * dq_s)[:, None] + d[None, :],
-        positive_zero((acc * softmax_scale).to(dq.dtype.element_ty)),
+        positive_zero(converted(acc * softmax_scale, dq.dtype.element_ty, HIP)),
         row_ok[:, None] & (d < D)[None, :],
     )
 
@@ -141,7 +142,7 @@ def dkv_kernel(
     s_q, heads, left, right,
     scale, softmax_scale,
     GROUP: tl.constexpr, BRANCH: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
     first_row, rows, position = tl.load(line), tl.load(line + 1), tl.load(line + 2)
@@ -202,10 +203,10 @@ def dkv_kernel(
             p = tl.where(sees(queries[None, :], positions[:, None], left, right), p, 0.0)
         acc_v = tl.dot(p.to(grad.dtype), grad, acc_v)
         ds = p * (tl.dot(value, grad.T) - column_delta[None, :])
-        acc_k = tl.dot(ds.to(query.dtype), query, acc_k)
+        acc_k = tl.dot(converted(ds, query.dtype, HIP), query, acc_k)
     tl.store(
         dk + batch * dk_b + key_head * dk_h + (at_row * dk_s)[:, None] + d[None, :],
-        positive_zero((acc_k * softmax_scale).to(dk.dtype.element_ty)),
+        positive_zero(converted(acc_k * softmax_scale, dk.dtype.element_ty, HIP)),
         row_ok[:, None] & (d < D)[None, :],
     )
     tl.store(

@@ -42,3 +42,14 @@ def rounded(x, DTYPE: tl.constexpr):
         return to_float16(x)
     else:
         return x.to(DTYPE)
+
+
+@triton.jit
+def converted(x, DTYPE: tl.constexpr, HIP: tl.constexpr):
+    """A float32 product -> DTYPE by the GPU's own conversion, for inner loops, where the integers above cost too much.
+
+    On AMD an instruction that is empty keeps the product out of a conversion to float16.
+    """
+    if HIP and DTYPE == tl.float16:
+        x = tl.inline_asm_elementwise("", "=v,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x.to(DTYPE)
