@@ -83,8 +83,8 @@ def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path
             f"`import patches.auto` before every import of megatron or transformer_engine, or start with `python "
             f"-m patches run`."
         )
-    ledger = Ledger(mode, {override.id: Entry(override) for override in overrides})
-    sys.meta_path.insert(0, OverrideFinder(overrides, ledger, lock))
+    ledger = Ledger(mode, lock, {override.id: Entry(override) for override in overrides})
+    sys.meta_path.insert(0, OverrideFinder(overrides, ledger))
     os.environ[VARIABLE] = mode
     _ledger = ledger
     return ledger

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from patches import binding, fingerprint, versions
 from patches.errors import ApplyError, DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
-from patches.lock import Lock
 from patches.override import BINDING, Override
 
 if TYPE_CHECKING:
@@ -72,8 +71,8 @@ class OverrideLoader(Loader):
 class OverrideFinder(MetaPathFinder):
     """Finds nothing by itself: asks the others, and wraps what they found for modules that have targets."""
 
-    def __init__(self, overrides: Sequence[Override], ledger: Ledger, lock: Lock) -> None:
-        self.ledger, self.lock = ledger, lock
+    def __init__(self, overrides: Sequence[Override], ledger: Ledger) -> None:
+        self.ledger, self.lock = ledger, ledger.lock
         self.by_module: dict[str, list[Override]] = {}
         for override in overrides:
             self.by_module.setdefault(override.trigger, []).append(override)

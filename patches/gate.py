@@ -55,7 +55,7 @@ def settle(ledger: Ledger) -> None:
                 verb = "holds" if len(places) == 1 else "hold"
                 findings.append(f"{id}: {', '.join(places)} still {verb} upstream's {target.name} by value")
                 continue
-            if wrong := _operators(entry):
+            if wrong := _operators(entry, ledger.lock):
                 findings += wrong
                 continue
             ledger.move(id, VERIFIED)
@@ -68,12 +68,9 @@ def settle(ledger: Ledger) -> None:
         )
 
 
-def _operators(entry: Entry) -> list[str]:
+def _operators(entry: Entry, lock: Lock) -> list[str]:
     """What is wrong with the torch operators that a replacement calls."""
     findings: list[str] = []
-    if not entry.override.operators:
-        return findings
-    lock = Lock.read()
     for operator in entry.override.operators:
         reviewed = lock.accepted(schema.lock_key(operator))
         texts = [text.removeprefix(schema.PREFIX) for text in reviewed]

@@ -11,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patches.errors import OverrideError
 from patches.override import Override
+
+if TYPE_CHECKING:  # reading it is work of the armed process
+    from patches.lock import Lock
 
 ARMED, APPLIED, VERIFIED, NOT_REQUIRED, REFUSED = "ARMED", "APPLIED", "VERIFIED", "NOT_REQUIRED", "REFUSED"
 
@@ -62,9 +65,10 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Entries of one armed process."""
+    """Entries of one armed process, and the reviewed fingerprints that it was armed with."""
 
     mode: str
+    lock: Lock
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def move(self, id: str, state: str, reason: str | None = None, **facts: Any) -> Entry:

@@ -143,12 +143,10 @@ GATE = """
 import sys, torch
 from pathlib import Path
 import patches
-from patches import gate, lock
+from patches import gate
 library = torch.library.Library("aiterish", "DEF")
 library.define("norm(Tensor x, {inserted}float eps) -> Tensor")
-lock.PATH = Path("lock.json")
-lock.Lock.read.__func__.__defaults__ = (lock.PATH,)
-patches.arm("stable", declarations=["declaration"], lock_path=lock.PATH)
+patches.arm("stable", declarations=["declaration"], lock_path=Path("lock.json"))
 import upstream.core
 try:
     gate.settle(patches.current_ledger())
