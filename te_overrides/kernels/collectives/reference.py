@@ -78,13 +78,17 @@ def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> s
     return f"{operation} of {shapes}" + (", added in float32" if wide else "")
 
 
-def _require_outs(outs: Sequence[torch.Tensor | None], shapes: Sequence[torch.Size], x: torch.Tensor) -> None:
-    for out, shape in zip(outs, shapes, strict=True):
-        if out is not None and (out.shape != shape or out.dtype != x.dtype):
-            raise CollectiveError(
-                f"out is {out.dtype} {tuple(out.shape)}; the sum is {x.dtype} {tuple(shape)}. Give a buffer of that "
-                "shape and dtype."
-            )
+def _require_out(out: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
+    if out is not None and (out.shape != shape or out.dtype != dtype):
+        raise CollectiveError(
+            f"out is {out.dtype} {tuple(out.shape)}; the sum is {dtype} {tuple(shape)}. Give a buffer of that "
+            "shape and dtype."
+        )
+
+
+def _alone(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The sum over one rank."""
+    return x if out is None else out.copy_(x)
 
 
 @eager_only
@@ -94,9 +98,9 @@ def start_all_reduce(
     """`all_reduce` that returns at once; `x` must not be written before `wait`."""
     size = group_size(group)
     check_sum_world(size)
-    _require_outs([out], [x.shape], x)
+    _require_out(out, x.shape, x.dtype)
     if size == 1:
-        return Sum(lambda: [x if out is None else out.copy_(x)])
+        return Sum(lambda: [_alone(x, out)])
     assert group is not None
     require_agreement(_described("all_reduce", [x], wide), group, x.device)
     moving = start_all_gather(x, group)
@@ -141,11 +145,9 @@ def start_reduce_scatter_many(
     given = list(outs) if outs is not None else [None] * len(tensors)
     shapes = [torch.Size((x.shape[0] // size, *x.shape[1:])) for x in tensors]
     for x, out, shape in zip(tensors, given, shapes, strict=True):
-        _require_outs([out], [shape], x)
+        _require_out(out, shape, x.dtype)
     if size == 1:
-        return Sum(
-            lambda: [x if out is None else out.copy_(x) for x, out in zip(tensors, given, strict=True)]
-        )
+        return Sum(lambda: list(map(_alone, tensors, given)))
     assert group is not None
     require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
