@@ -161,6 +161,18 @@ def options(threads: int) -> dict[str, Any]:
     return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}
 
 
+def entry_options(entry: Any, hip: bool) -> dict[str, Any]:
+    """Compiler options of a launch table's entry; all written out, none tuned at run time."""
+    common: dict[str, Any] = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
+    if hip:
+        common |= {
+            "matrix_instr_nonkdim": entry.nonkdim,
+            "kpack": entry.kpack,
+            "waves_per_eu": entry.waves_per_eu,
+        }
+    return common
+
+
 def row_stride(x: torch.Tensor) -> int | None:
     """Elements between consecutive rows of [..., columns], or None where there is no such number.
 

@@ -16,6 +16,7 @@ from te_overrides.audit.samples import count_differences  # noqa: E402
 from te_overrides.kernels.gemm import kernel as gemm  # noqa: E402
 from te_overrides.kernels.gemm import reference  # noqa: E402
 from te_overrides.kernels.gemm.launch_table import TABLE  # noqa: E402
+from te_overrides.kernels.launching import entry_options  # noqa: E402
 
 M, N, K = 128, 128, 1024
 TILE = ("BM", "BN", "BK", "GROUP")
@@ -27,7 +28,7 @@ def table(arch, operation, count, lane):
     for entry in TABLE[arch, operation]:
         fixed = gemm.constexprs(entry, count=count, segments=1, lane=lane, out=torch.bfloat16, hip=True)
         tile = tuple((name, fixed.pop(name)) for name in TILE)
-        launches.append(Launch(tile, tuple(gemm.options(entry, hip=True).items())))
+        launches.append(Launch(tile, tuple(entry_options(entry, hip=True).items())))
     integers = ("M", "N", "a_m", "b_n", "c_m", "lane_width", "segment_width")
     kernel = Kernel(
         gemm.gemm_kernel,

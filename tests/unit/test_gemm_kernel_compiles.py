@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from te_overrides.kernels.gemm.kernel import constexprs, gemm_kernel, lane_tree, options
+from te_overrides.kernels.gemm.kernel import constexprs, gemm_kernel, lane_tree
 from te_overrides.kernels.gemm.launch_table import (
     GFX942,
     GFX950,
@@ -21,6 +21,7 @@ from te_overrides.kernels.gemm.launch_table import (
     launch_for,
 )
 from te_overrides.kernels.gemm.reference import LaneError
+from te_overrides.kernels.launching import entry_options
 
 AMD = [
     (arch, op, entry)
@@ -49,7 +50,7 @@ def compile_entry(arch: str, operation: str, entry: Launch) -> triton.compiler.C
         constexprs={**values, **fixed},
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    return triton.compile(source, target=GPUTarget("hip", arch, 64), options=options(entry, hip=True))
+    return triton.compile(source, target=GPUTarget("hip", arch, 64), options=entry_options(entry, hip=True))
 
 
 @pytest.mark.parametrize(("arch", "operation", "entry"), AMD, ids=lambda x: str(x)[:40])

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import triton
 
+from te_overrides.kernels import launching
 from te_overrides.kernels.architecture import architecture, has_hopper_kernels
 from te_overrides.kernels.attention import kernel_backward, kernel_forward
 from te_overrides.kernels.attention.coverage import require_covered
 from te_overrides.kernels.attention.launch_table import Entries, Launch, entries_for, padded
 from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.attention.runs import Run, covered, reach, work_table
-from te_overrides.kernels.launching import Launcher
+from te_overrides.kernels.launching import Launcher, entry_options
 
 _forward = Launcher(kernel_forward.forward_kernel)
 _statistics = Launcher(kernel_backward.statistics_kernel)
@@ -30,19 +31,8 @@ DECODE_ROWS = 64
 
 
 def options(entry: Launch, hip: bool) -> dict[str, Any]:
-    """Compiler options of a launch entry; all written out, none tuned at run time."""
-    common: dict[str, Any] = {
-        "num_warps": entry.num_warps,
-        "num_stages": entry.num_stages,
-        "enable_fp_fusion": False,
-    }
-    if hip:
-        common |= {
-            "matrix_instr_nonkdim": entry.nonkdim,
-            "kpack": entry.kpack,
-            "waves_per_eu": entry.waves_per_eu,
-        }
-    return common
+    """Compiler options of a launch entry: what is rounded once is written so."""
+    return entry_options(entry, hip) | {"enable_fp_fusion": False}
 
 
 def attention_forward(
@@ -113,13 +103,12 @@ def attention_statistics(
     shift, delta = torch.empty_like(softmax_lse), torch.empty_like(softmax_lse)
     if not delta.numel():
         return shift, delta
-    hip = torch.version.hip is not None
     _statistics(
         (triton.cdiv(rows, STATISTICS_ROWS), heads, batch),
         (grad_out, out, softmax_lse, shift, delta),
         (*grad_out.stride()[:3], *out.stride()[:3], rows, heads),
         {"ROWS": STATISTICS_ROWS, "LEVELS": padded(d_v).bit_length() - 1, "DV": d_v, "DV_PAD": padded(d_v)},
-        {"num_warps": STATISTICS_THREADS // (64 if hip else 32), "num_stages": 1, "enable_fp_fusion": False},
+        launching.options(STATISTICS_THREADS),
     )
     return shift, delta
 

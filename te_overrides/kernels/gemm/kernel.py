@@ -26,7 +26,7 @@ from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.gemm.launch_table import Launch, launch_for
 from te_overrides.kernels.gemm.reference import LANES, LaneError, cut_lanes, lanes_per_rank
 from te_overrides.kernels.launching import Launch as PlannedLaunch
-from te_overrides.kernels.launching import Plans, device_of, signature
+from te_overrides.kernels.launching import Plans, device_of, entry_options, signature
 
 TL_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -151,18 +151,6 @@ def constexprs(
     }
 
 
-def options(entry: Launch, hip: bool) -> dict[str, Any]:
-    """Compiler options of a launch entry; all written out, none tuned at run time."""
-    common: dict[str, Any] = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}
-    if hip:
-        common |= {
-            "matrix_instr_nonkdim": entry.nonkdim,
-            "kpack": entry.kpack,
-            "waves_per_eu": entry.waves_per_eu,
-        }
-    return common
-
-
 def _run(
     a: torch.Tensor, b: torch.Tensor, operation: str, count: int, segments: Sequence[int], lane: torch.dtype,
     out: torch.dtype, entry: Launch | None,
@@ -199,7 +187,7 @@ def _plan(
     grid = (triton.cdiv(m, entry.block_m) * triton.cdiv(n, entry.block_n), 1, 1)
     integers = (m, n, a.stride(0), a.stride(1), b.stride(0), b.stride(1), c.stride(0), width, segments[0])
     constants = constexprs(entry, count=count, segments=len(segments), lane=lane, out=c.dtype, hip=hip)
-    return PlannedLaunch(gemm_kernel, grid, integers, constants, options(entry, hip))
+    return PlannedLaunch(gemm_kernel, grid, integers, constants, entry_options(entry, hip))
 
 
 _plans = Plans()
