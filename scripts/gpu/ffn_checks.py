@@ -11,6 +11,7 @@ Exit status 1 when an element differs, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,10 +32,12 @@ from gemm_checks import median_ms, randn
 
 from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.bits import count_mismatches
+from te_overrides.kernels.gemm import gated_kernel, ops
 from te_overrides.kernels.gemm import kernel as portable
-from te_overrides.kernels.gemm import ops
 from te_overrides.kernels.gemm.launch_table import launch_for
+from te_overrides.kernels.portable_math.reference import silu
 from te_overrides.kernels.swiglu import kernel as swiglu_kernel
+from te_overrides.kernels.swiglu import narrow
 from te_overrides.kernels.swiglu import reference as swiglu_reference
 from te_overrides.kernels.tree.reference import balanced_tree
 
@@ -127,6 +131,87 @@ def gradient_checks(
     rows.compare(f"{name} gradient", lambda: ops.gradient(x, y, x.dtype), want.add(0.0))
 
 
+def gated_checks(rows: Rows) -> None:
+    """The activation behind the product, with and without what it is made of: both kernels, tiles, ragged sizes."""
+    from te_overrides.kernels.gemm import hopper_gated
+
+    def compare(
+        name: str, got: Callable[[], tuple[torch.Tensor, torch.Tensor | None]], want: Any, packed: Any
+    ) -> None:
+        rows.compare(name, lambda: got()[0], want)
+        if (kept := got()[1]) is not None:
+            rows.compare(f"{name}, projections", lambda: kept, packed)
+
+    shapes = (
+        (300, 520, 1024),
+        (1000, 1032, 2048),
+        (520, 4104, 136),
+        (7, 520, 1016),
+        (40, 264, 1024),
+        (64, 1032, 1024),
+    )
+    for dtype, keep in itertools.product((torch.bfloat16, torch.float16), (True, False)):
+        for m, n, k in shapes:
+            a, b = randn(m, k, dtype=dtype), randn(2 * n, k, dtype=dtype)
+            packed = portable.one_lane(a, b)
+            want = swiglu_reference.swiglu_packed(packed)
+            name = f"gated {dtype} {m}x{n}x{k} keep {keep}"
+            compare(
+                f"{name}, portable", lambda a=a, b=b, keep=keep: gated_kernel.gated(a, b, keep), want, packed
+            )
+            for block in (128, 256) if m > 64 else ():
+                tile = hopper_gated.launch(1 if block == 128 else 10**6, n, 132)
+
+                def got(
+                    tile: Any = tile,
+                    a: Any = a,
+                    b: Any = b,
+                    like: Any = want,
+                    keep: bool = keep,
+                    packed: Any = packed,
+                ) -> tuple[torch.Tensor, torch.Tensor | None]:
+                    out = torch.full_like(like, torch.nan)
+                    kept = torch.full_like(packed, torch.nan) if keep else None
+                    hopper_gated.gated(a, b, out, kept, tile=tile)
+                    return out, kept
+
+                compare(f"{name} BN {block}", got, want, packed)
+
+
+@triton.jit
+def window_kernel(gate, up, high, low, inside, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ends = narrow.window(tl.load(gate + at).to(tl.float32), tl.load(up + at).to(tl.float32))
+    tl.store(high + at, ends[0])
+    tl.store(low + at, ends[1])
+    tl.store(inside + at, ends[2])
+
+
+def window_checks(rows: Rows) -> None:
+    """The float32 product lies inside `narrow`'s window, for every gate and 64 magnitudes of the other factor."""
+    for dtype in (torch.bfloat16, torch.float16):
+        gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype).repeat(64)
+        up = torch.randn(64, 2**16, device="cuda").mul_(torch.logspace(-3, 3, 64, device="cuda")[:, None])
+        up = up.flatten().to(dtype)
+        ends = torch.empty(3, gate.numel(), device="cuda")
+        window_kernel[(gate.numel() // 1024,)](gate, up, *ends, BLOCK=1024)
+        want = silu(gate.float()) * up.float()
+        decided = ends[2] >= narrow.SMALLEST
+        outside = decided & ~((torch.minimum(*ends[:2]) <= want) & (want <= torch.maximum(*ends[:2])))
+        middle = (ends[0].double() + ends[1].double()) / 2
+        share = ((want - middle).abs() / (ends[0].double() - ends[1].double()).abs() * 2)[
+            decided & want.isfinite()
+        ]
+        print(
+            f"window {dtype}: the product uses {share.max():.3f} of its half, {decided.float().mean():.4f} decided"
+        )
+        rows.compare(
+            f"window {dtype}",
+            lambda x=outside: x.to(torch.uint8),
+            torch.zeros_like(outside, dtype=torch.uint8),
+        )
+
+
 def model_checks(rows: Rows) -> None:
     """The FFN's own shapes: any number of rows against the batch they come from, TP shards, repeats."""
     x, w = randn(2048, HIDDEN), randn(2 * INTERMEDIATE, HIDDEN)
@@ -154,6 +239,9 @@ def run_group(name: str) -> list[dict[str, Any]]:
     rows = Rows()
     if name == "swiglu":
         swiglu_checks(rows)
+        window_checks(rows)
+    elif name == "gated":
+        gated_checks(rows)
     elif name == "model":
         model_checks(rows)
     else:
@@ -163,7 +251,7 @@ def run_group(name: str) -> list[dict[str, Any]]:
 
 def bit_checks(processes: int, seconds: float) -> list[dict[str, Any]]:
     """All groups, each in a process of its own, since compiling is what takes the time. A group that fails is a row."""
-    waiting, running, found = ["model", "swiglu", *GROUPS], dict[str, Any](), []
+    waiting, running, found = ["model", "swiglu", "gated", *GROUPS], dict[str, Any](), []
     deadline = time.monotonic() + seconds
     while waiting or running:
         while waiting and len(running) < processes:
@@ -223,8 +311,8 @@ def qwen() -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 def ffn(x: torch.Tensor, w: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Forward of the contract's FFN for training: the projections are kept."""
-    packed = ops.one_lane(x, w)
-    h = swiglu_kernel.swiglu_packed(packed)
+    h, packed = ops.gated(x, w, keep=True)
+    assert packed is not None
     return ops.lane_tree(h, down, tp_size=1), packed, h
 
 
@@ -281,8 +369,12 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
     x, h, grad = randn(m, HIDDEN), randn(m, INTERMEDIATE), randn(m, HIDDEN)
     linear = torch.nn.functional.linear
     with torch.no_grad():
-        cell(f"gate and up, M={m}", {"cuBLAS": lambda: linear(x, w), "ours": lambda: ops.one_lane(x, w),
-                                     "portable": lambda: portable.one_lane(x, w)})  # fmt: skip
+        cell(f"gate and up, M={m}", {
+            "cuBLAS": lambda: linear(x, w), "ours": lambda: ops.one_lane(x, w),
+            "with SwiGLU": lambda: ops.gated(x, w, keep=False), "with SwiGLU, kept": lambda: ops.gated(x, w, keep=True),
+            "portable": lambda: portable.one_lane(x, w),
+            "portable, with SwiGLU": lambda: gated_kernel.gated(x, w, False),
+        })  # fmt: skip
         cell(f"down, M={m}", {
             "cuBLAS": lambda: linear(h, down), "tree": lambda: ops.lane_tree(h, down, tp_size=1),
             "one lane": lambda: ops.one_lane(h, down),
@@ -290,7 +382,9 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
         })  # fmt: skip
         cell(f"FFN forward, M={m}", {
             "Qwen3MLP": lambda: module(x), "two cuBLAS": lambda: linear(linear(x, w)[:, :INTERMEDIATE], down),
-            "ours": lambda: ffn(x, w, down),
+            "ours": lambda: ops.lane_tree(ops.gated(x, w, keep=False)[0], down, tp_size=1),
+            "ours, CUDA graph": graph(lambda: ops.lane_tree(ops.gated(x, w, keep=False)[0], down, tp_size=1)),
+            "Qwen3MLP, CUDA graph": graph(lambda: module(x)),
         })  # fmt: skip
     packed, hidden = ffn(x, w, down)[1:]
     leaf = x.clone().requires_grad_()
@@ -315,6 +409,17 @@ def times_of(cell: Any, m: int, module: Any, w: torch.Tensor, down: torch.Tensor
     }, 7)  # fmt: skip
 
 
+def graph(function: Callable[[], Any]) -> Callable[[], None]:
+    """The same as a CUDA graph: without the host's time."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        function()
+    return captured.replay
+
+
 def small_tiles(cell: Any, m: int, x: Any, h: Any, w: Any, down: Any) -> None:
     """Tiles of the portable kernel for few rows, bound by reading the weights."""
     arch = architecture(x.device)
@@ -328,7 +433,7 @@ def small_tiles(cell: Any, m: int, x: Any, h: Any, w: Any, down: Any) -> None:
     }  # fmt: skip
     cell(
         f"gate and up tiles, M={m}",
-        {k: lambda e=e: portable.one_lane(x, w, entry=e) for k, e in variants.items()},
+        {k: lambda e=e: gated_kernel.gated(x, w, False, entry=e) for k, e in variants.items()},
         9,
     )
     cell(

@@ -13,10 +13,11 @@ pytest.importorskip("triton")
 from te_overrides.audit.api import audit, execute  # noqa: E402
 from te_overrides.audit.compile import Kernel, Launch  # noqa: E402
 from te_overrides.audit.samples import count_differences  # noqa: E402
+from te_overrides.kernels.gemm import gated_kernel, reference  # noqa: E402
 from te_overrides.kernels.gemm import kernel as gemm  # noqa: E402
-from te_overrides.kernels.gemm import reference  # noqa: E402
 from te_overrides.kernels.gemm.launch_table import TABLE  # noqa: E402
 from te_overrides.kernels.launching import entry_options  # noqa: E402
+from te_overrides.kernels.swiglu.reference import swiglu_packed  # noqa: E402
 
 M, N, K = 128, 128, 1024
 TILE = ("BM", "BN", "BK", "GROUP")
@@ -62,3 +63,41 @@ def test_every_entry_is_in_one_class_and_computes_the_reference(arch, operation,
     difference = count_differences(got, bits(want))
     print(arch, operation, difference)
     assert difference.differing == 0
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_every_gated_entry_is_in_one_class_and_computes_the_reference(arch):
+    """Gate and up in float32 chains, rounded, activated: the projections kept and what is made of them."""
+    columns, k = 64, 128
+    launches, fixed = [], {}
+    for entry in TABLE[arch, "gated"]:
+        fixed = gated_kernel.constants(entry, torch.bfloat16, keep=True, hip=True)
+        tile = tuple((name, fixed.pop(name)) for name in TILE)
+        launches.append(Launch(tile, tuple(gated_kernel.options(entry, hip=True).items())))
+    known = {"M": M, "N": columns, "K": k, "a_m": k, "b_n": k, "c_m": columns, "packed_m": 2 * columns}
+    kernel = Kernel(
+        gated_kernel.gated_kernel,
+        dict.fromkeys(known, "i32") | dict.fromkeys(("a", "b", "c", "packed"), "*bf16"),
+        known,
+        fixed | {"a_k": 1, "b_k": 1},
+        block="BM",
+        sizes={"a": k // columns, "b": 2 * k // M, "packed": 2},
+        programs=lambda launch, _: -(-M // launch.constexpr("BM")) * -(-columns // launch.constexpr("BN")),
+    )
+    result = audit(kernel, arch, launches, M * columns)
+    assert result.one_class, (result.groups, result.unknown)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-1, 2, (M, k), generator=generator).to(torch.bfloat16)
+    b = torch.randint(-1, 2, (2 * columns, k), generator=generator).to(torch.bfloat16)
+    packed = reference.one_lane(a, b)
+    arrays = {
+        "a": bits(a),
+        "b": bits(b),
+        "c": np.zeros(M * columns, np.uint16),
+        "packed": np.zeros(packed.numel(), np.uint16),
+    }
+    got = execute(kernel, arch, launches[-1], arrays, M * columns)
+    for name, want in (("packed", packed), ("c", swiglu_packed(packed))):
+        difference = count_differences(got[name], bits(want))
+        print(arch, name, difference)
+        assert difference.differing == 0

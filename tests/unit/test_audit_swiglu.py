@@ -35,6 +35,7 @@ def subject(function: Any, dtype: str) -> Kernel:
         dict.fromkeys(pointers, dtype) | dict.fromkeys(known, "i32"),
         block="BLOCK",
         scalars=known,
+        constexprs={"NARROW": False},
         sizes={name: columns[name] * WIDTH for name in pointers},
         programs=lambda _, rows: rows,
     )

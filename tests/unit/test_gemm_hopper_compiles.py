@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("triton.experimental.gluon._runtime", reason="Gluon comes with Triton 3.6")
 
 from hopper_code import compiled, stack  # noqa: E402
-from te_overrides.kernels.gemm import hopper  # noqa: E402
+from te_overrides.kernels.gemm import hopper, hopper_gated  # noqa: E402
 
 # Bytes of stack that loop counters may take; one register of an accumulator too many would be hundreds.
 SCALARS = 16
@@ -40,12 +40,12 @@ def built(dtype: torch.dtype, block_n: int, lanes: int, **more: Any) -> Any:
     }
 
     def descriptor(name: str) -> str:
-        return f"tensordesc<{NAMES[dtype]}{blocks[name]},{hopper._layout(tuple(blocks[name]), dtype)!r}>"
+        return f"tensordesc<{NAMES[dtype]}{blocks[name]},{hopper.layout_of(tuple(blocks[name]), dtype)!r}>"
 
     function = hopper.gemm_kernel
     constants = tile | flags | {
         "BM": 128, "BK": 64, "LANES": lanes, "DTYPE": hopper.GL_DTYPE[dtype],
-        "C_LAYOUT": hopper._layout(tuple(blocks["c"]), dtype),
+        "C_LAYOUT": hopper.layout_of(tuple(blocks["c"]), dtype),
     }  # fmt: skip
     types = {name: descriptor(name) for name in blocks} | {"scratch": f"*{NAMES[dtype]}"}
     if flags["WIDE"]:
@@ -89,6 +89,31 @@ def test_the_epilogue_that_adds_compiles() -> None:
     assert kernel.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("block_n", "keep"), [(256, False), (256, True), (128, True)])
+def test_the_gated_product_compiles_to_one_instruction_without_spilled_accumulators(
+    block_n: int, keep: bool
+) -> None:
+    function, tile = hopper_gated.gated_kernel, hopper_gated.launch(1 if block_n == 128 else 10**6, 8192, 132)
+    assert tile["BN"] == block_n
+    side = block_n // 2
+    blocks = {"a": [64, 64], "b": [side, 64], "c": [64, side], "packed": [64, side]}
+    constants = tile | {
+        "BM": 128, "BK": 64, "A_K": True, "DTYPE": hopper.GL_DTYPE[torch.bfloat16], "KEEP": keep,
+        "C_LAYOUT": hopper.layout_of((64, side), torch.bfloat16),
+    }  # fmt: skip
+    types = {
+        name: f"tensordesc<bf16{block},{hopper.layout_of(tuple(block), torch.bfloat16)!r}>"
+        for name, block in blocks.items()
+    } | dict.fromkeys(constants, "constexpr")
+    kernel = compiled(function, {name: types.get(name, "i32") for name in function.arg_names}, constants)
+    found = set(re.findall(r"wgmma\.mma_async\S*?\.m64n(\d+)k16\.f32\.bf16\.", kernel.asm["ptx"]))
+    assert found == {str(block_n)}
+    # The activation may need a few more registers than there are, once a tile; an accumulator would be 64 bytes and up.
+    assert stack(kernel) <= 4 * SCALARS
+    assert kernel.metadata.shared <= 227 * 1024
+
+
 def test_what_it_cannot_take_is_said() -> None:
     a, b = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(256, 512, dtype=torch.bfloat16)
     assert hopper.obstacle(a, b, count=8) is None
@@ -104,5 +129,9 @@ def test_what_it_cannot_take_is_said() -> None:
         ("no multiple of 64", a[:, :496], b[:, :496], {"count": 8}),
         ("strides (1024, 2)", torch.zeros(256, 1024, dtype=torch.bfloat16)[:, ::2], b, {}),
         ("the first operand", a[:, 1:449], b[:, :448], {}),
+        ("100 columns", a, b[:100], {}),
     ):
         assert words in (hopper.obstacle(x, y, **more) or ""), words  # type: ignore[arg-type]
+    assert hopper_gated.obstacle(a, b) is None
+    assert "no multiple of 16 bytes" in (hopper_gated.obstacle(a, b[:200]) or "")
+    assert "not contiguous" in (hopper_gated.obstacle(a, b.t().contiguous().t()) or "")

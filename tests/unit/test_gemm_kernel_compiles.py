@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from te_overrides.kernels.gemm import gated_kernel
 from te_overrides.kernels.gemm.kernel import constexprs, gemm_kernel, lane_tree
 from te_overrides.kernels.gemm.launch_table import (
     GFX942,
@@ -33,24 +34,27 @@ INSTRUCTION = {GFX942: "v_mfma_f32_16x16x16_bf16", GFX950: "v_mfma_f32_16x16x32_
 
 
 def compile_entry(arch: str, operation: str, entry: Launch) -> triton.compiler.CompiledKernel:
-    count = 1 if operation == "one_lane" else 8
-    lane = torch.float32 if operation == "one_lane" else torch.bfloat16
-    values = constexprs(entry, count=count, segments=1, lane=lane, out=torch.bfloat16, hip=True)
-    arguments = dict.fromkeys(
-        ("M", "N", "a_m", "a_k", "b_n", "b_k", "c_m", "lane_width", "segment_width"), "i32"
-    )
-    signature = {**dict.fromkeys("abc", "*bf16"), **arguments, **dict.fromkeys(values, "constexpr")}
+    if operation == "gated":
+        function, options = gated_kernel.gated_kernel, gated_kernel.options(entry, hip=True)
+        values = gated_kernel.constants(entry, torch.bfloat16, keep=True, hip=True)
+    else:
+        function, options = gemm_kernel, entry_options(entry, hip=True)
+        count = 1 if operation == "one_lane" else 8
+        lane = torch.float32 if operation == "one_lane" else torch.bfloat16
+        values = constexprs(entry, count=count, segments=1, lane=lane, out=torch.bfloat16, hip=True)
+    pointers = {name: "*bf16" for name in ("a", "b", "c", "packed") if name in function.arg_names}
+    signature = dict.fromkeys(function.arg_names, "i32") | pointers | dict.fromkeys(values, "constexpr")
     # What Triton specializes on for a contiguous operand: unit strides, sizes and pointers that 16 divides.
     fixed = {"a_k": 1, "b_k": 1}
     signature |= dict.fromkeys(fixed, "constexpr")
     divisible = [i for i, name in enumerate(signature) if signature[name] not in ("constexpr",)]
     source = ASTSource(
-        fn=gemm_kernel,
+        fn=function,
         signature=signature,
         constexprs={**values, **fixed},
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    return triton.compile(source, target=GPUTarget("hip", arch, 64), options=entry_options(entry, hip=True))
+    return triton.compile(source, target=GPUTarget("hip", arch, 64), options=options)
 
 
 @pytest.mark.parametrize(("arch", "operation", "entry"), AMD, ids=lambda x: str(x)[:40])
@@ -62,6 +66,9 @@ def test_an_amd_entry_has_one_instruction_and_no_spill(arch: str, operation: str
         name: int(n) for name, n in re.findall(r"\.(vgpr_spill_count|sgpr_spill_count):\s*(\d+)", assembly)
     }
     assert spills["vgpr_spill_count"] == 0, f"{arch} {operation} {entry}: {spills}"
+    if operation == "gated":
+        # The activation's float64 products and sums stay apart; a product is not merged into its conversion.
+        assert not re.search(r"v_fma_mix(?:lo|hi)_f16", assembly)
 
 
 def test_a_class_is_one_k_order_over_all_buckets() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_overrides.kernels.attention.coverage import Problem
 from te_overrides.kernels.attention.hopper_dkv import hopper_dkv_kernel
@@ -21,6 +20,7 @@ from te_overrides.kernels.attention.hopper_dq import hopper_dq_kernel
 from te_overrides.kernels.attention.hopper_forward import hopper_forward_kernel
 from te_overrides.kernels.attention.runs import FAR, Run, work_table
 from te_overrides.kernels.launching import LIMIT
+from te_overrides.kernels.tensor_maps import Descriptor
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -203,27 +203,6 @@ def dkv(
     )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Descriptor:
-    """A tensor descriptor without the examination that Triton's own makes each time: the compiled kernel's arguments.
-
-    Attributes: as those of `TensorDescriptor`.
-    """
-
-    base: torch.Tensor
-    shape: list[int]
-    strides: list[int]
-    block_shape: list[int]
-    layout: gl.NVMMASharedLayout
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
-    mode: str = "tiled"
-
-    def examined(self) -> TensorDescriptor:
-        """The same as Triton's."""
-        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
-
-
 class _Launcher:
     """As `Launcher`, for kernels whose first parameters are tensor descriptors."""
 
@@ -235,7 +214,7 @@ class _Launcher:
         self,
         device: torch.device,
         programs: int,
-        descriptors: Sequence[_Descriptor],
+        descriptors: Sequence[Descriptor],
         tensors: Sequence[torch.Tensor],
         numbers: Sequence[int | float],
         constants: dict[str, Any],
@@ -320,10 +299,10 @@ def _rows_apart(x: torch.Tensor) -> torch.Tensor:
     return x if _columns(x) <= x.stride(0) else x.contiguous()
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> _Descriptor:
+def _descriptor(x: torch.Tensor, rows: int) -> Descriptor:
     """x [s, b, h, d] as rows of numbers; a tile is `rows` of them and d columns, from b * stride(1) + h * stride(2)."""
     block = [rows, x.shape[-1]]
-    return _Descriptor(
+    return Descriptor(
         x, [x.shape[0], _columns(x)], [x.stride(0), 1], block, _tile_layout(rows, x.shape[-1], x.dtype)
     )
 
@@ -336,5 +315,5 @@ def _tile_layout(rows: int, d: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 _LINE_LAYOUT = gl.NVMMASharedLayout(0, 32, rank=1)
 
 
-def _line(x: torch.Tensor, size: int) -> _Descriptor:
-    return _Descriptor(x, [x.numel()], [1], [size], _LINE_LAYOUT)
+def _line(x: torch.Tensor, size: int) -> Descriptor:
+    return Descriptor(x, [x.numel()], [1], [size], _LINE_LAYOUT)

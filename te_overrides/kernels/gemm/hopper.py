@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_overrides.kernels.gemm.reference import LANES
 from te_overrides.kernels.hopper_names import async_load, async_store, reinterpret
-from te_overrides.kernels.launching import Launch, Plans, device_of, signature
+from te_overrides.kernels.launching import Plans, device_of, signature
+from te_overrides.kernels.tensor_maps import MappedLaunch, TensorMap
 
 BLOCK_M, BLOCK_K = 128, 64
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -57,9 +57,9 @@ def _copy(descriptor, along_k: gl.constexpr, row, k, barrier, to):
 
 @gluon.jit
 def _producer(
-    a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width,
+    a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width, half,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr,
+    LANES: gl.constexpr, SEGMENTS: gl.constexpr, A_K: gl.constexpr, B_K: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     it = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -75,7 +75,15 @@ def _producer(
                     mbarrier.expect(ready, (BM + BN) * BK * 2)
                     _copy(a, A_K, tile_m * BM, k, ready, ring_a0.index(slot))
                     _copy(a, A_K, tile_m * BM + BM // 2, k, ready, ring_a1.index(slot))
-                    _copy(b, B_K, tile_n * BN, k, ready, ring_b.index(slot))
+                    if (
+                        GATED
+                    ):  # half of the tile's columns from the gate's rows, half from the up projection's
+                        side: gl.constexpr = BN // 2
+                        tile = ring_b.index(slot)
+                        _copy(b, B_K, tile_n * side, k, ready, tile.slice(0, side))
+                        _copy(b, B_K, half + tile_n * side, k, ready, tile.slice(side, side))
+                    else:
+                        _copy(b, B_K, tile_n * BN, k, ready, ring_b.index(slot))
                     it += 1
 
 
@@ -251,8 +259,8 @@ def gemm_kernel(
                 stride, 1, BM, BN, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, DTYPE, CN, WIDE, ADD, POSITIVE,
             )),
             (_producer, (
-                a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width,
-                BM, BN, BK, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K,
+                a, b, ring_a0, ring_a1, ring_b, full, empty, tiles_m, tiles_n, steps, lane_width, segment_width, 0,
+                BM, BN, BK, STAGES, GROUP, LANES, SEGMENTS, A_K, B_K, False,
             )),
         ],
         [4, 1],
@@ -280,6 +288,8 @@ def obstacle(
         return f"lanes of {lane}"
     if min(a.shape[0], b.shape[0]) <= 64 or a.shape[1] < BLOCK_K:
         return "a matrix too small for its tiles"
+    if b.shape[0] % 8:
+        return f"{b.shape[0]} columns: a row of the result is no multiple of 16 bytes"
     if count * segments > 1 and a.shape[1] % (count * segments * BLOCK_K):
         return f"lanes whose width is no multiple of {BLOCK_K}"
     for name, x in (("first", a), ("second", b)):
@@ -290,24 +300,27 @@ def obstacle(
     return None
 
 
-def _map(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, list[int], bool]:
-    """[M, K] as it lies, its block of `rows` by BLOCK_K, and whether K is the contiguous dimension."""
-    if x.stride(1) == 1:
-        return x, [rows, BLOCK_K], True
-    return x.t(), [BLOCK_K, rows], False
+def described(x: torch.Tensor, rows: int) -> tuple[TensorMap, bool]:
+    """An operand [M, K] as it lies, in tiles of `rows` by BLOCK_K, and whether K is the contiguous dimension."""
+    along_k = x.stride(1) == 1
+    shape, strides = (x.shape, x.stride()) if along_k else (x.shape[::-1], x.stride()[::-1])
+    block = (rows, BLOCK_K) if along_k else (BLOCK_K, rows)
+    return TensorMap(tuple(shape), tuple(strides), block, layout_of(block, x.dtype)), along_k
 
 
-def _described(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(x, x.shape, x.stride(), block, _layout(tuple(block), x.dtype))
+def described_result(x: torch.Tensor, columns: int) -> TensorMap:
+    """A result [M, N], rows contiguous, in tiles of one warpgroup's rows by `columns`."""
+    block = (BLOCK_M // 2, columns)
+    return TensorMap(tuple(x.shape), x.stride(), block, layout_of(block, x.dtype))
 
 
 @functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), GL_DTYPE[dtype])
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -327,37 +340,33 @@ class _Plan:
         positive: bool, tile: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         (m, k), n = a.shape, b.shape[0]
-        self.wide = out.dtype == torch.float32
-        processors = _processors(a.device)
+        wide = out.dtype == torch.float32
+        processors = processors_of(a.device)
         tiles_m = triton.cdiv(m, BLOCK_M)
-        chosen = tile or launch(tiles_m, n, count, self.wide, processors)
+        chosen = tile or launch(tiles_m, n, count, wide, processors)
         tiles_n = triton.cdiv(n, chosen["BN"])
-        _, self.block_a, a_k = _map(a, BLOCK_M // 2)
-        _, self.block_b, b_k = _map(b, chosen["BN"])
-        self.block_c = [BLOCK_M // 2, chosen["CN"]]
+        map_a, a_k = described(a, BLOCK_M // 2)
+        map_b, b_k = described(b, chosen["BN"])
         programs = min(tiles_m * tiles_n, processors)
-        self.scratch = programs * 2 * 64 * chosen["BN"] if count == 8 else 16
+        # The open level of each thread's tree; every program writes its own before it reads it.
+        self.scratch = programs * 2 * 64 * chosen["BN"] if count == 8 else 0
         segment_width = k // segments
         lane_width = segment_width // count
         constants = {
             "BM": BLOCK_M, "BN": chosen["BN"], "BK": BLOCK_K, "STAGES": chosen["STAGES"], "GROUP": chosen["GROUP"],
             "LANES": count, "SEGMENTS": segments, "A_K": a_k, "B_K": b_k, "DTYPE": GL_DTYPE[a.dtype],
-            "CN": chosen["CN"], "C_LAYOUT": _layout(tuple(self.block_c), a.dtype), "WIDE": self.wide, "ADD": add,
+            "CN": chosen["CN"], "C_LAYOUT": layout_of((BLOCK_M // 2, chosen["CN"]), a.dtype), "WIDE": wide, "ADD": add,
             "POSITIVE": positive,
         }  # fmt: skip
         steps = triton.cdiv(lane_width, BLOCK_K)
         integers = (tiles_m, tiles_n, steps, lane_width, segment_width, m, n, out.stride(0))
+        maps = (map_a, map_b, None if wide else described_result(out, chosen["CN"]), None)
         options = {"num_warps": 4, "enable_fp_fusion": False}
-        self.launch = Launch(gemm_kernel, (programs, 1, 1), integers, constants, options)
+        self.launch = MappedLaunch(gemm_kernel, programs, maps, integers, constants, options)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        scratch = torch.empty(self.scratch, dtype=a.dtype, device=a.device)
-        self.launch(
-            _described(_map(a, 0)[0], self.block_a),
-            _described(_map(b, 0)[0], self.block_b),
-            out if self.wide else _described(out, self.block_c),
-            scratch,
-        )
+        scratch = torch.empty(self.scratch, dtype=a.dtype, device=a.device) if self.scratch else a
+        self.launch(a, b, out, scratch)
 
 
 _plans = Plans()

@@ -50,11 +50,23 @@ TABLE: dict[tuple[str, str], tuple[Launch, ...]] = {
         Launch(64, 64, 128, 4, 4),
         Launch(128, 128, 64, 8, 4),
     ),
+    (CUDA, "gated"): (
+        Launch(16, 32, 128, 4, 4),
+        Launch(32, 32, 128, 4, 4),
+        Launch(64, 64, 64, 4, 4),
+        Launch(128, 128, 64, 8, 3),
+    ),
     (GFX942, "one_lane"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(32, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(64, 64, 64, 4, 2, nonkdim=16, kpack=2),
         Launch(128, 128, 64, 8, 2, nonkdim=16, kpack=2),
+    ),
+    (GFX942, "gated"): (
+        Launch(16, 64, 64, 4, 2, nonkdim=16, kpack=2),
+        Launch(32, 64, 64, 4, 2, nonkdim=16, kpack=2),
+        Launch(64, 64, 64, 4, 2, nonkdim=16, kpack=2),
+        Launch(128, 64, 64, 8, 2, nonkdim=16, kpack=2),
     ),
     (GFX942, "lane_tree"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16, kpack=2),
@@ -67,6 +79,12 @@ TABLE: dict[tuple[str, str], tuple[Launch, ...]] = {
         Launch(32, 64, 64, 4, 2, nonkdim=16),
         Launch(64, 64, 64, 4, 2, nonkdim=16),
         Launch(128, 128, 64, 8, 2, nonkdim=16),
+    ),
+    (GFX950, "gated"): (
+        Launch(16, 64, 64, 4, 2, nonkdim=16),
+        Launch(32, 64, 64, 4, 2, nonkdim=16),
+        Launch(64, 64, 64, 4, 2, nonkdim=16),
+        Launch(128, 64, 64, 8, 2, nonkdim=16),
     ),
     (GFX950, "lane_tree"): (
         Launch(16, 64, 64, 4, 2, nonkdim=16),

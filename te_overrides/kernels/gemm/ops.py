@@ -17,6 +17,7 @@ from te_overrides.kernels.architecture import has_hopper_kernels
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm import reference
 from te_overrides.kernels.gemm.reference import LANES, LaneError, lanes_per_rank
+from te_overrides.kernels.swiglu.ops import swiglu_packed
 
 
 def _hopper(a: torch.Tensor, b: torch.Tensor, **lanes: Any) -> ModuleType | None:
@@ -62,6 +63,38 @@ def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     from te_overrides.kernels.gemm import kernel
 
     return kernel.one_lane(a, b, dtype)
+
+
+@eager_only
+def gated(a: torch.Tensor, b: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """SwiGLU of a packed projection: ``silu(A G^T) * (A U^T)``, every stage rounded as by itself.
+
+    Args:
+        a: [M, K].
+        b: [2 N, K], the gate's rows G, then the up projection's rows U.
+        keep: whether the projections themselves are wanted as well.
+
+    Returns:
+        [M, N], and [M, 2 N] or None.
+
+    Raises:
+        LaneError: operands that do not fit.
+    """
+    if not a.is_cuda or a.dtype == torch.float32:
+        packed = one_lane(a, b)
+        return swiglu_packed(packed), packed if keep else None
+    if has_hopper_kernels(a.device):
+        from te_overrides.kernels.gemm import hopper_gated
+
+        if hopper_gated.obstacle(a, b) is None:
+            rows, columns = a.shape[0], b.shape[0]
+            out = torch.empty(rows, columns // 2, dtype=a.dtype, device=a.device)
+            kept = torch.empty(rows, columns, dtype=a.dtype, device=a.device) if keep else None
+            hopper_gated.gated(a, b, out, kept)
+            return out, kept
+    from te_overrides.kernels.gemm import gated_kernel
+
+    return gated_kernel.gated(a, b, keep)
 
 
 @eager_only
