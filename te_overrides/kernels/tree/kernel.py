@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from te_overrides.kernels.rounding.kernel import rounded
+
 
 @triton.jit
 def _plus(x, y):
@@ -18,9 +20,15 @@ def _plus(x, y):
 
 
 @triton.jit
-def tree_of_rows(x, LEVELS: tl.constexpr):
-    """[R, 2^LEVELS] -> [R]. Fewer columns than that: fill with -0.0, the one number that changes no sum."""
+def tree_of_rows(x, LEVELS: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """[R, 2^LEVELS] float32 -> [R]. Fewer columns than that: fill with -0.0, the one number that changes no sum.
+
+    DTYPE: a 16-bit dtype that the terms came from, and to which every sum is rounded. float32 has more than twice its
+    bits and two more, so the addition and this rounding are one.
+    """
     ROWS: tl.constexpr = x.shape[0]
     for _ in tl.static_range(LEVELS):
         x = tl.reduce(tl.reshape(x, [ROWS, x.shape[1] // 2, 2]), 2, _plus)
+        if DTYPE != tl.float32:
+            x = rounded(x, DTYPE).to(tl.float32)
     return tl.reshape(x, [ROWS])

@@ -1,0 +1,62 @@
+"""The peer-to-peer kernels compile for AMD GPUs without one: flags at system scope, nothing spilled, one order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from te_overrides.kernels.collectives import peer, peer_kernel  # noqa: E402
+
+KERNELS = (peer_kernel.reduce_scatter_kernel, peer_kernel.all_reduce_kernel, peer_kernel.all_gather_kernel)
+
+
+def assembly(arch: str, function: Any, world: int, element: str, block: int) -> str:
+    names = {"bf16": triton.language.bfloat16, "fp32": triton.language.float32, "u8": triton.language.uint8}
+    constants = {
+        "WORLD": world,
+        "LEVELS": world.bit_length() - 1,
+        "DTYPE": names[element],
+        "ADDED": names[element],
+        "BLOCK": block,
+        "SHARED": True,
+    }
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    pointers = {"x": f"*{element}", "out": f"*{element}", "staging": "*i64", "flags": "*i64"}
+    types = pointers | {"state": "*i32", "missing": "*i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "i32") for name in function.arg_names},
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(6)},
+    )
+    options = {"num_warps": 8 if block == 4096 else 2, "num_stages": 1, "enable_fp_fusion": False}
+    return str(triton.compile(source, target=GPUTarget("hip", arch, 64), options=options).asm["amdgcn"])
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("function", KERNELS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    ("world", "block"), [(world, block) for world in peer.WORLDS for block in (512, 4096)]
+)
+def test_it_compiles_for_amd_without_spills(arch: str, function: Any, world: int, block: int) -> None:
+    code = assembly(
+        arch, function, world, "u8" if function is peer_kernel.all_gather_kernel else "bf16", block
+    )
+    spilled = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)
+    assert len(spilled) == 2 and set(spilled) == {"0"}
+    # Flags are set and taken by compare-and-swap; what others wrote is fetched from where they see it too.
+    assert "global_atomic_cmpswap" in code
+    assert "buffer_inv" in code and "buffer_wbl2" in code
+    assert not re.search(r"atomic_(?:pk_)?add_(?:f|bf)", code)
+
+
+def test_one_list_of_worlds_serves_the_declaration_and_the_launches() -> None:
+    assert all(world & (world - 1) == 0 for world in peer.WORLDS)
+    assert peer.flag_words(max(peer.WORLDS)) == 2 * peer.MOST_PROGRAMS * max(peer.WORLDS)
