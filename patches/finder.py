@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from patches import binding, fingerprint, versions
 from patches.errors import ApplyError, DriftError, OverrideError
 from patches.ledger import APPLIED, NOT_REQUIRED, REFUSED, Entry, Ledger
-from patches.override import BINDING, Override
+from patches.override import ALIAS, BINDING, Override
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -151,12 +151,17 @@ class OverrideFinder(MetaPathFinder):
             found = self._reviewed_source(override, file, version)
         replacement = override.build(original)
         entry = self.ledger.entries[override.id]
-        if isinstance(replacement, FunctionType):
+        static = isinstance(replacement, staticmethod)
+        function = replacement.__func__ if static else replacement
+        if isinstance(function, FunctionType):
             entry.called = bool(entry.called)
-            replacement = _noting_calls(entry, replacement)
+            function = _noting_calls(entry, function)
         # Also where the replacement is a wrapper of its own: `__wrapped__` leads to upstream's function.
-        functools.update_wrapper(replacement, original, updated=())
-        setattr(replacement, MARK, override.id)
+        upstream = original.__func__ if isinstance(original, staticmethod) else original
+        functools.update_wrapper(function, upstream, updated=())
+        replacement = staticmethod(function) if static else function
+        for marked in (function, replacement):
+            setattr(marked, MARK, override.id)
         setattr(override.target.owner(holder), override.target.name, replacement)
         for name in override.reexports:
             other = sys.modules.get(name)
@@ -172,9 +177,11 @@ class OverrideFinder(MetaPathFinder):
         )
 
     def _reviewed_source(self, override: Override, file: Path, version: str | None) -> str:
-        found = fingerprint.of_source(file.read_text(), override.target, override.also)
+        alias = override.kind == ALIAS
+        found = fingerprint.of_source(file.read_text(), override.target, override.also, alias)
         if found is None:
-            absence = f"{override.target.qualname} is bound in {file}, but not defined there"
+            verb = "assigned" if alias else "defined"
+            absence = f"{override.target.qualname} is bound in {file}, but not {verb} there"
             raise DriftError(self._drift(override, version, absence))
         if found not in self.lock.accepted(str(override.target)):
             raise DriftError(self._drift(override, version, f"{found} in {file}"))

@@ -14,13 +14,14 @@ import hashlib
 import io
 import sys
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from patches.target import Target
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_Statement = _Definition | ast.Assign | ast.AnnAssign
 
 
 def source_file(module: str, tree: Path | None = None) -> Path | None:
@@ -62,7 +63,24 @@ def _find(tree: ast.Module, qualname: str) -> list[_Definition]:
     return nodes
 
 
-def _docstring_spans(node: _Definition) -> set[tuple[int, int]]:
+def _assignments(body: list[ast.stmt], name: str) -> list[ast.Assign | ast.AnnAssign]:
+    """Every statement of a module that assigns `name`, also under if/try/with, not inside functions and classes."""
+    found: list[ast.Assign | ast.AnnAssign] = []
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                found.append(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            found += _assignments(getattr(node, field, []), name)
+        for handler in getattr(node, "handlers", []):
+            found += _assignments(handler.body, name)
+    return found
+
+
+def _docstring_spans(node: ast.AST) -> set[tuple[int, int]]:
     """Start positions of the docstrings in `node` and in what it defines."""
     spans = set()
     for inner in ast.walk(node):
@@ -74,8 +92,8 @@ def _docstring_spans(node: _Definition) -> set[tuple[int, int]]:
     return spans
 
 
-def _tokens(source: str, node: _Definition) -> list[str]:
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+def _tokens(source: str, node: _Statement) -> list[str]:
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
     lines = source.splitlines(keepends=True)[first - 1 : node.end_lineno]
     indent = len(lines[0]) - len(lines[0].lstrip())
     # Dedented by hand: textwrap.dedent would also touch the inside of strings.
@@ -117,20 +135,25 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def of_source(source: str, target: Target, also: Iterable[str] = ()) -> str | None:
+def of_source(source: str, target: Target, also: Iterable[str] = (), alias: bool = False) -> str | None:
     """Fingerprint of a target in its module's source.
 
     Args:
         source: text of the defining module.
         also: qualified names of helpers in the same module whose source counts as well.
+        alias: the target is a name that the module assigns, not a function that it defines.
 
     Returns:
-        ``source:<32 hex digits>``, or None when the module does not define the target.
+        ``source:<32 hex digits>``, or None when the module does not define (or assign) the target.
     """
     tree = _parsed(source)
     digest = hashlib.sha256()
     for qualname in (target.qualname, *also):
-        nodes = _find(tree, qualname)
+        nodes: Sequence[_Statement] = (
+            _assignments(tree.body, qualname)
+            if alias and qualname == target.qualname
+            else _find(tree, qualname)
+        )
         if not nodes and qualname == target.qualname:
             return None
         digest.update(f"\0{qualname}\0{len(nodes)}".encode())

@@ -19,6 +19,7 @@ from patches.errors import DriftError, GateError
 from patches.finder import MARK
 from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
 from patches.lock import Lock
+from patches.override import ALIAS
 
 
 def settle(ledger: Ledger) -> None:
@@ -85,9 +86,13 @@ def aliases(ledger: Ledger) -> dict[str, list[str]]:
     """Override id -> every name that is still bound to its original: ``module.name``, ``module.Class.attribute``.
 
     Every module and every class in it, once for all overrides. An original inside a container or a closure is not
-    found.
+    found. The function behind a replaced alias is another package's: it stays where it is, under its other names.
     """
-    originals = {id(e.original): name for name, e in ledger.entries.items() if e.original is not None}
+    originals = {
+        id(e.original): name
+        for name, e in ledger.entries.items()
+        if e.original is not None and e.override.kind != ALIAS
+    }
     namespaces = [
         (name, namespace)
         for name, module in list(sys.modules.items())

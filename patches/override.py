@@ -11,8 +11,8 @@ from patches.target import Target
 
 MODES = ("stable", "invariant")
 
-SOURCE, BINDING = "source", "binding"
-KINDS = (SOURCE, BINDING)
+SOURCE, BINDING, ALIAS = "source", "binding", "alias"
+KINDS = (SOURCE, BINDING, ALIAS)
 
 Build = Callable[[Any], Any]
 
@@ -31,8 +31,9 @@ class Override:
         versions: releases that have the target; outside, its absence is NOT_REQUIRED, inside it is drift.
         also: helpers of the same module whose source enters the fingerprint.
         mended: given the module, says why upstream needs no override here, or None.
-        kind: "source" (a Python function, known by its source) or "binding" (a function of a compiled module, known by
-            its signature and release).
+        kind: "source" (a Python function, known by its source), "binding" (a function of a compiled module, known by
+            its signature and release) or "alias" (a name that the module assigns another package's function to, known
+            by those statements and by the functions of `also`, which call it; the other package keeps its function).
         after: the module whose execution makes the target present; by default the target's own. A compiled module is
             loaded around every finder, so its functions are replaced when the Python module that uses them is there.
         absent: for a binding that a build of a reviewed release may lack: why, in words. Its absence is NOT_REQUIRED as

@@ -12,7 +12,7 @@ from typing import Any
 from patches import binding, catalogue, fingerprint, versions
 from patches.arming import current_ledger
 from patches.lock import Lock
-from patches.override import BINDING, SOURCE, Override
+from patches.override import ALIAS, BINDING, Override
 from patches.registry import REGISTRY
 
 NOT_ARMED = "NOT_ARMED"
@@ -66,7 +66,7 @@ class Finding:
         expected = (
             ", ".join(f"{p} ({', '.join(v)})" for p, v in self.accepted.items()) or "nothing pinned yet"
         )
-        missing = "no such function" if self.override.kind == SOURCE else "a release that was not reviewed"
+        missing = "a release that was not reviewed" if self.override.kind == BINDING else "no such function"
         found = self.refusal or self.found or missing
         return f"{target}: MOVED in {where} ({self.file}). Sought {expected}; found {found}."
 
@@ -80,7 +80,7 @@ def examine(override: Override, lock: Lock, tree: Path | None = None) -> Finding
     version = versions.beside(file, override.trigger, override.distribution)
     if override.kind == BINDING:
         return _examine_binding(override, version, file, accepted, tree)
-    found = fingerprint.of_source(file.read_text(), override.target, override.also)
+    found = fingerprint.of_source(file.read_text(), override.target, override.also, override.kind == ALIAS)
     if found is None:
         outside = version is not None and not versions.matches(version, override.versions)
         return Finding(override, "outside" if outside else "absent", None, version, file, accepted)

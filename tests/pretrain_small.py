@@ -29,48 +29,10 @@ def _extra_arguments(parser: Any) -> Any:
     return parser
 
 
-def _cuda_for_the_optimizer() -> None:
-    """What Megatron's optimizer and buffers ask of torch.cuda beside the plumbing of megatron_on_cpu."""
-    import contextlib
-    import types
-
-    import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    nothing = types.SimpleNamespace(
-        wait_stream=lambda *_: None,
-        synchronize=lambda *_: None,
-        wait_event=lambda *_: None,
-        record_event=lambda *_: None,
-    )
-    torch.cuda.current_stream = lambda *_: nothing  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
-    torch.cuda.device_count = lambda: 1  # type: ignore[assignment]
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]
-        major=9, minor=0, name="cpu", total_memory=1 << 34, multi_processor_count=1
-    )
-    kind = torch.Tensor.type
-    # Megatron's optimizer sorts parameters by the names of CUDA tensor types.
-    torch.Tensor.type = (  # type: ignore[method-assign]
-        lambda self, *a, **k: (
-            kind(self, *a, **k) if a or k else kind(self).replace("torch.", "torch.cuda.", 1)
-        )
-    )
-    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand"):
-        make = getattr(torch, name)
-
-        def on_cpu(*args: Any, _make: Any = make, **kwargs: Any) -> torch.Tensor:
-            if str(kwargs.get("device", "")).startswith("cuda"):
-                kwargs["device"] = "cpu"
-            return _make(*args, **kwargs)
-
-        setattr(torch, name, on_cpu)
-
-
 def main() -> None:
-    _cuda_for_the_optimizer()
+    from megatron_cpu import optimizer_on_cpu
+
+    optimizer_on_cpu.install()
     torch.set_num_threads(1)
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.global_vars import set_global_variables

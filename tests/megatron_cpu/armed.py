@@ -1,0 +1,20 @@
+"""Imported by a process before anything else of upstream: arms the layer, then loads megatron-core on the CPU.
+
+$MEGATRON_SOURCES names an unpacked release (unset: the installed one), $DETERMINISTIC_ROCM the mode.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [*filter(None, [os.environ.get("MEGATRON_SOURCES")]), str(ROOT / "scripts"), str(ROOT)]
+
+import patches.auto  # noqa: E402, F401
+from megatron_cpu import optimizer_on_cpu  # noqa: E402
+
+optimizer_on_cpu.install()
+
+import megatron.core.distributed  # noqa: E402, F401
