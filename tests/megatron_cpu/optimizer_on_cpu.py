@@ -9,8 +9,9 @@ import contextlib
 import types
 from typing import Any
 
-import megatron_on_cpu
 import torch
+
+import megatron_on_cpu
 
 
 def install() -> None:
