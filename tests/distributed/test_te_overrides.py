@@ -6,6 +6,9 @@ upstream `.py` that runs is unmodified.
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -17,9 +20,18 @@ from bits import assert_equal_bits, count_mismatches
 from procs import run_ranks
 from te_cpu import ring
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
+from te_overrides.kernels.tree.reference import balanced_tree
 from upstream_wheels import TRANSFORMER_ENGINE, sources
 
 MARK = "__deterministic_rocm__"
+# TransformerEngine's modules that add over ranks through functions of its distributed.py, which they import by name.
+SUMS = {
+    "module.linear": ("allreduce", "symmetric_all_reduce", "reduce_scatter_along_first_dim"),
+    "module.layernorm_linear": ("allreduce", "symmetric_all_reduce", "reduce_scatter_along_first_dim"),
+    "module.layernorm_mlp": ("allreduce", "symmetric_all_reduce", "reduce_scatter_along_first_dim"),
+    "ops.basic.basic_linear": ("reduce_scatter_along_first_dim",),
+    "attention.dot_product_attention.context_parallel": ("reduce_scatter_along_first_dim",),
+}
 
 
 def _groups(world_size: int) -> dict[int, dist.ProcessGroup]:
@@ -31,6 +43,55 @@ def _groups(world_size: int) -> dict[int, dist.ProcessGroup]:
             if start <= dist.get_rank() < start + degree:
                 groups[degree] = group
     return groups
+
+
+def _sums(rank: int, world_size: int) -> dict[str, Any]:
+    """Every form of TransformerEngine's sums over ranks against the tree; who holds the replacements by name."""
+    te_distributed = importlib.import_module("transformer_engine.pytorch.distributed")
+
+    def data(of: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        generator = torch.Generator().manual_seed(of)
+        return (torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)).to(
+            dtype
+        )
+
+    group = dist.new_group(list(range(world_size)))
+    for shape, dtype in itertools.product(
+        ((8, 3, 5), (4, 7), (12, 2), (8, 3, 5)), (torch.bfloat16, torch.float32)
+    ):
+        x = data(rank, shape, dtype)
+        want = balanced_tree([data(of, shape, dtype) for of in range(world_size)])
+        own = want.chunk(world_size)[rank]
+        # None is the default process group.
+        for tp_group, async_op in itertools.product((group, None), (False, True)):
+            name = f"{shape} {dtype} async {async_op}, default group {tp_group is None}"
+            inp = x.clone()
+            got, handle = te_distributed.allreduce(inp, tp_group, async_op=async_op)
+            assert got is inp and (handle is not None) is async_op
+            _ = handle.wait() if handle is not None else None
+            assert_equal_bits(got, want, f"allreduce {name}")
+            got, handle = te_distributed.reduce_scatter_along_first_dim(x, tp_group, async_op=async_op)
+            assert (handle is not None) is async_op
+            _ = handle.wait() if handle is not None else None
+            assert_equal_bits(got, own, f"reduce_scatter_along_first_dim {name}")
+        got, _ = te_distributed.symmetric_all_reduce(x.clone(), group, all_reduce_type="two_shot")
+        assert_equal_bits(got, want, f"symmetric_all_reduce {shape} {dtype}")
+        original = inspect.unwrap(te_distributed.reduce_scatter_along_first_dim)
+        if "output" in inspect.signature(original).parameters:
+            out = torch.full_like(own, torch.nan)
+            got, _ = te_distributed.reduce_scatter_along_first_dim(x, group, output=out)
+            assert got is out
+            assert_equal_bits(out, own, f"reduce_scatter_along_first_dim into an output, {shape} {dtype}")
+    alone = [dist.new_group([of]) for of in range(world_size)][rank]
+    assert te_distributed.allreduce(x, alone) == (x, None)
+    assert te_distributed.reduce_scatter_along_first_dim(x, alone) == (x, None)
+    return {
+        f"{module}.{name}": getattr(
+            getattr(importlib.import_module(f"transformer_engine.pytorch.{module}"), name), MARK, None
+        )
+        for module, names in SUMS.items()
+        for name in names
+    }
 
 
 def _everything(rank: int, world_size: int) -> dict[str, Any]:
@@ -48,6 +109,7 @@ def _everything(rank: int, world_size: int) -> dict[str, Any]:
         "replaced": [n for n in ring.CORRECTIONS if getattr(getattr(context_parallel, n, None), MARK, None)],
         "upstream has": [n for n in ring.CORRECTIONS if hasattr(context_parallel, n)],
     }
+    report["sums"] = _sums(rank, world_size)
     groups = _groups(world_size)
     # Upstream's ring with the corrections replaced, at both degrees, with another shape in between.
     original = ledger.entries["te.context_parallel_runtime"].original
@@ -130,6 +192,9 @@ def test_the_replacements_are_called_by_upstreams_ring_and_seen_by_its_backends(
         assert report["by name"] == "te.context_parallel_runtime"
         assert report["replaced"] == report["upstream has"]
         assert len(report["replaced"]) == (4 if version == "2.20.2" else 5)
+        assert report["sums"] == {
+            f"{module}.{name}": f"te.{name}" for module, names in SUMS.items() for name in names
+        }
         assert "REFUSED" not in report["states"].values() and "ARMED" not in report["states"].values()
         for degree in (2, 4):
             where = f"TE {version}, CP={degree}, rank {rank}"
