@@ -12,6 +12,7 @@ from typing import Any
 from megatron_plugins.refusals import Rule, refusals
 from patches.errors import NotCoveredError
 from patches.override import MODES
+from te_overrides.kernels.collectives.reference import SUM_WORLDS
 from te_overrides.kernels.cross_entropy.reference import VOCABULARY_UNIT
 
 SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
@@ -81,6 +82,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         lambda a: "untie_embeddings_and_output_weights=False",
         "the two gradients of a tied weight are owned by different ranks",
         "pass --untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        lambda a: int(getattr(a, "data_parallel_size", 1)) not in SUM_WORLDS,
+        lambda a: f"data_parallel_size={a.data_parallel_size}",
+        "gradients are added over data-parallel ranks by a balanced tree over 1, 2, 4, 8, … of them",
+        "choose a number of ranks that makes it a power of two",
     ),
     Rule(
         lambda a: bool(getattr(a, "use_torch_fsdp2", False) or getattr(a, "use_megatron_fsdp", False)),

@@ -71,6 +71,12 @@ RULES: tuple[Rule, ...] = (
         "pass --calculate-per-token-loss",
     ),
     Rule(
+        lambda c: (_get(c, "gtp_weight_remat_size", 1) or 1) > 1,
+        lambda c: f"gtp_weight_remat_size={_get(c, 'gtp_weight_remat_size')}",
+        "weights that are cut over data-parallel ranks add their gradients in a group of their own",
+        "drop --tensor-parallel-num-weight-shards",
+    ),
+    Rule(
         lambda c: _get(c, "normalization", "RMSNorm") != "RMSNorm",
         lambda c: f"normalization={_get(c, 'normalization')!r}",
         "only RMSNorm has a reference in the contract",

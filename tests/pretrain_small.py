@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "scripts"), str(HERE)]
 if not hasattr(typing, "override"):  # megatron.training from 0.18 on wants Python 3.12
     typing.override = lambda function: function  # type: ignore[attr-defined]
 

@@ -22,7 +22,10 @@ from patches.errors import NotCoveredError
 from procs import run_ranks
 from te_overrides.kernels.tree.reference import balanced_tree
 
-ARMED: dict[str, Any] = {"env": {"DETERMINISTIC_ROCM": "invariant"}, "imports": ("megatron_cpu.armed",)}
+ARMED: dict[str, Any] = {
+    "env": {"DETERMINISTIC_ROCM": "invariant"},
+    "imports": ("megatron_cpu.armed_megatron",),
+}
 SHAPES = {"a": (257,), "b": (5, 7), "c": (64, 33), "d": (1,), "e": (1000,)}
 MICRO_BATCHES = 3
 STEPS = 2
@@ -45,6 +48,8 @@ _LAYOUT: list[tuple[int, int]] = []
 """What this rank's groups were made for: making them takes longer than a case."""
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
+LOCAL_FP32 = "param_name_patterns_for_fp32_local_accumulation"
+WIDE = "reduce_scatter_with_fp32_accumulation"
 
 
 @functools.cache
@@ -63,15 +68,17 @@ def constant(
 def expected(step: int, name: str, case: Case, dp_size: int) -> torch.Tensor:
     """Parameter `name`'s gradient: accumulated, scaled, and added by the tree over data-parallel ranks alone."""
     buffer = torch.float32 if case.fp32_buffer else case.dtype
+    accumulated = torch.float32 if LOCAL_FP32 in case.config else buffer
     terms = []
     for dp in range(dp_size):
-        total = torch.zeros(SHAPES[name], dtype=buffer)
+        total = torch.zeros(SHAPES[name], dtype=accumulated)
         for micro in range(MICRO_BATCHES):
             total += constant(step, micro, name, dp, 0, 1, case.dtype)
+        total = total.to(buffer)
         terms.append(total if case.cp > 1 else total * (1.0 / dp_size))
-    if case.config.get("reduce_scatter_with_fp32_accumulation"):
+    if WIDE in case.config:
         return balanced_tree([term.float() for term in terms]).to(buffer)
-    return balanced_tree(terms)
+    return balanced_tree(terms).to(accumulated)
 
 
 class Toy(torch.nn.Module):
@@ -130,6 +137,7 @@ def run_case(case: Case) -> tuple[list[dict[str, torch.Tensor]], int]:
 
     ddp = _wrapped(case)
     dp, cp = parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank()
+    ddp.force_all_reduce = case.force  # read by upstream's hooks
     out = []
     for step in range(STEPS):
         ddp.zero_grad_buffer()
@@ -186,7 +194,7 @@ def _named(world: int, cp: int, dtype: torch.dtype, fp32_buffer: bool) -> dict[s
 def _mixed_cases() -> dict[str, Case]:
     """What upstream combines with gradients in 16 bits, and optimizer instances."""
     bf16: dict[str, Any] = {"dtype": torch.bfloat16, "fp32_buffer": False}
-    wide = {**SHARDED, "reduce_scatter_with_fp32_accumulation": True}
+    wide = {**SHARDED, WIDE: True}
     two: dict[str, Any] = {"instances": 2}
     return {
         "float32 accumulation": Case(**bf16, config=wide),

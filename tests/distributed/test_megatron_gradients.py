@@ -22,7 +22,7 @@ from procs import run_ranks
 
 ARMED: dict[str, Any] = {
     "env": {"DETERMINISTIC_ROCM": "invariant"},
-    "imports": ("megatron_cpu.armed", "megatron.core.models.gpt", "megatron.core.optimizer"),
+    "imports": ("megatron_cpu.armed_megatron", "megatron.core.models.gpt", "megatron.core.optimizer"),
 }
 SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
 SEQUENCE, MICRO_BATCHES, STEPS, VOCABULARY = 64, 3, 2, 1024

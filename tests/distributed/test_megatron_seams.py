@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -97,9 +98,22 @@ def _linears(rank: int, group: Any) -> None:
 
 def seams(rank: int, world: int, cases: dict[str, Any]) -> dict[str, Any]:
     """All of it, after the data-parallel buckets; what the ledger says of every override here."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     import patches
     from patches import gate
 
+    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    if buckets.WIDE in known:  # 0.16 on, as is the forced all-reduce
+        bf16: dict[str, Any] = {"dtype": torch.bfloat16, "fp32_buffer": False}
+        cases["float32 accumulation"] = buckets.Case(
+            **bf16, config={**buckets.SHARDED, buckets.WIDE: True, **buckets.OVERLAP}
+        )
+        cases["forced all-reduce"] = buckets.Case(config={**buckets.SHARDED, **buckets.OVERLAP}, force=True)
+        if buckets.LOCAL_FP32 in known:  # 0.17 on
+            cases["float32 gradients"] = buckets.Case(
+                **bf16, config={buckets.LOCAL_FP32: ("all",), **buckets.OVERLAP}
+            )
     buckets.every_case(rank, world, cases)
     from megatron.core import parallel_state
 
@@ -135,5 +149,5 @@ def test_upstreams_modules_add_in_the_order_of_the_tree(version: str) -> None:
         for name, case in named.items()
         if name.endswith(("tiny buckets", ": sharded", "overlap, small buckets"))
     }
-    for report in run_ranks(WORLD, seams, cases, env=environment, imports=("megatron_cpu.armed",)):
+    for report in run_ranks(WORLD, seams, cases, env=environment, imports=("megatron_cpu.armed_megatron",)):
         assert len(report) == 6 and set(report.values()) == {("VERIFIED", True)}, report

@@ -40,6 +40,7 @@ BROKEN = [
     ({"tp_comm_overlap": True}, "tp_comm_overlap=True", "--tp-comm-overlap"),
     ({"cpu_offloading": True}, "cpu_offloading=True", "switch them off"),
     ({"calculate_per_token_loss": False}, "context_parallel_size=2", "--calculate-per-token-loss"),
+    ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size=2", "--tensor-parallel-num-weight-shards"),
     ({"normalization": "LayerNorm"}, "normalization='LayerNorm'", "--normalization RMSNorm"),
     ({"multi_latent_attention": True}, "multi_latent_attention=True", "grouped-query"),
     ({"apply_rope_fusion": True}, "apply_rope_fusion=True", "--no-rope-fusion"),
@@ -55,6 +56,7 @@ BROKEN = [
 ARGUMENTS = [
     ({"make_vocab_size_divisible_by": 128}, "make_vocab_size_divisible_by=128", "divisible-by 256"),
     ({"untie_embeddings_and_output_weights": False}, "untie_embeddings", "--untie-embeddings"),
+    ({"data_parallel_size": 6}, "data_parallel_size=6", "power of two"),
     ({"use_megatron_fsdp": True}, "FSDP", "DistributedDataParallel"),
 ]
 
