@@ -65,6 +65,21 @@ def _padding(args: Any) -> int:
     return int(getattr(args, "make_vocab_size_divisible_by", 128)) * int(args.tensor_model_parallel_size)
 
 
+ELEMENTWISE = ("adam", "sgd")
+"""Optimizers whose update of an element depends on that element's gradient and state alone."""
+_SCALED = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")
+
+
+def _scaled_states(args: Any) -> list[str]:
+    """Optimizer states in a format that is scaled by the largest value of the shard it lies in."""
+    kept = {name: str(getattr(args, name, "float32")).removeprefix("torch.") for name in _SCALED}
+    return [
+        f"{name}={dtype}"
+        for name, dtype in kept.items()
+        if dtype not in ("float32", "fp32", "bfloat16", "bf16")
+    ]
+
+
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
         lambda a: not getattr(a, "padded_vocab_size", None) and _padding(a) != VOCABULARY_UNIT,
@@ -88,6 +103,24 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         lambda a: f"data_parallel_size={a.data_parallel_size}",
         "gradients are added over data-parallel ranks by a balanced tree over 1, 2, 4, 8, … of them",
         "choose a number of ranks that makes it a power of two",
+    ),
+    Rule(
+        lambda a: getattr(a, "optimizer", "adam") not in ELEMENTWISE,
+        lambda a: f"optimizer={a.optimizer!r}",
+        "an update must be elementwise, and reviewed",
+        "pass --optimizer adam",
+    ),
+    Rule(
+        lambda a: bool(_scaled_states(a)),
+        lambda a: ", ".join(_scaled_states(a)),
+        "TransformerEngine scales such a state by the largest value of its shard, which depends on the layout",
+        "keep optimizer states in fp32 or bf16 and main parameters in fp32",
+    ),
+    Rule(
+        lambda a: bool(getattr(a, "optimizer_cpu_offload", False)),
+        lambda a: "optimizer_cpu_offload=True",
+        "which parameters are updated by another Adam on the CPU depends on the layout",
+        "drop --optimizer-cpu-offload",
     ),
     Rule(
         lambda a: bool(getattr(a, "use_torch_fsdp2", False) or getattr(a, "use_megatron_fsdp", False)),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_plugins.arguments import ARGUMENT_RULES, add_flag, apply_flag, check_arguments
 from megatron_plugins.env_contract import VARIABLES, violations
@@ -31,6 +32,11 @@ FINE: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "group_query_attention": True,
     "deterministic_rocm": "invariant",
+    "data_parallel_size": 4,
+    "optimizer": "adam",
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.float32,
+    "main_params_dtype": torch.float32,
 }
 BROKEN = [
     ({"fp8": "hybrid"}, "fp8='hybrid'", "bf16"),
@@ -57,6 +63,14 @@ ARGUMENTS = [
     ({"make_vocab_size_divisible_by": 128}, "make_vocab_size_divisible_by=128", "divisible-by 256"),
     ({"untie_embeddings_and_output_weights": False}, "untie_embeddings", "--untie-embeddings"),
     ({"data_parallel_size": 6}, "data_parallel_size=6", "power of two"),
+    ({"optimizer": "muon"}, "optimizer='muon'", "--optimizer adam"),
+    ({"exp_avg_sq_dtype": torch.float16}, "exp_avg_sq_dtype=float16", "fp32 or bf16"),
+    (
+        {"main_params_dtype": "fp16", "exp_avg_dtype": "fp8"},
+        "exp_avg_dtype=fp8, main_params_dtype=fp16",
+        "fp32",
+    ),
+    ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True", "--optimizer-cpu-offload"),
     ({"use_megatron_fsdp": True}, "FSDP", "DistributedDataParallel"),
 ]
 
