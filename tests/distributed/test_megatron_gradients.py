@@ -56,7 +56,7 @@ class Run:
 
 
 RUNS = {
-    1: [Run(1)],
+    1: [Run(1), Run(1, config={**SHARDED, **OVERLAP})],
     2: [Run(2), Run(2, buffer=BF16), Run(2, dtype=FP32), Run(2, layers=2)],
     4: [
         Run(1, tp=2, cp=2),
