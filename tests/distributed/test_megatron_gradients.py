@@ -60,13 +60,11 @@ RUNS = {
     2: [Run(2), Run(2, buffer=BF16), Run(2, dtype=FP32), Run(2, layers=2)],
     4: [
         Run(1, tp=2, cp=2),
-        Run(1, tp=2, cp=2, config={**SHARDED, **OVERLAP}),
         Run(2, cp=2, buffer=BF16),
         Run(2, tp=2, buffer=BF16, config={**SHARDED, **OVERLAP}),
         Run(2, cp=2, dtype=FP32, config={**SHARDED, **OVERLAP}),
         Run(2, pp=2, layers=2),
         Run(4),
-        Run(4, config=OVERLAP),
         Run(4, config={**SHARDED, **OVERLAP}),
         Run(4, buffer=BF16, config=SHARDED),
         Run(4, buffer=BF16, config=OVERLAP),
