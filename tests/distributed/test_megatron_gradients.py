@@ -83,18 +83,24 @@ def _config(run: Run) -> Any:
     return layout, config
 
 
+def _owned(tensor: torch.Tensor, group: Any, what: str) -> int:
+    """Assert that every element is held by at most one rank of `group`, and that nobody holds a -0: then a sum is exact
+    in any order. Returns the number of elements that somebody holds."""
+    everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, tensor, group=group)
+    holders = torch.stack([part != 0 for part in everybody]).sum(0)
+    assert int(holders.max()) <= 1, f"{what}: {int((holders > 1).sum())} elements have two owners"
+    assert not any(bool((torch.signbit(part) & (part == 0)).any()) for part in everybody), f"{what}: -0"
+    return int(holders.sum())
+
+
 @contextmanager
-def _one_owner_each(group_name: str, seen: list[int]) -> Any:
-    """While it lasts, every all-reduce adds elements that at most one rank holds, and no -0: exact in any order."""
+def _one_owner_each(what: str, seen: list[int]) -> Any:
+    """While it lasts, every all-reduce adds elements with one owner."""
     all_reduce = torch.distributed.all_reduce
 
     def checked(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        everybody = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everybody, tensor, group=group)
-        holders = torch.stack([part != 0 for part in everybody]).sum(0)
-        assert int(holders.max()) <= 1, f"{group_name}: {int((holders > 1).sum())} elements have two owners"
-        assert not any(bool((torch.signbit(part) & (part == 0)).any()) for part in everybody), "-0"
-        seen.append(int(holders.sum()))
+        seen.append(_owned(tensor, group, what))
         return all_reduce(tensor, *args, group=group, **kwargs)
 
     torch.distributed.all_reduce = checked
@@ -138,6 +144,7 @@ def train(run: Run) -> dict[str, Any]:
 
     import pretrain_small
     import step0_model
+    from megatron_plugins.collectives import gradient_buckets
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(run.tp, run.pp, context_parallel_size=run.cp)
@@ -160,7 +167,15 @@ def train(run: Run) -> dict[str, Any]:
         ),
         [ddp],
     )
-    out: dict[str, Any] = {"norms": [], "gradients": [], "owned": [], "embedding": []}
+    out: dict[str, Any] = {"norms": [], "gradients": [], "owned": [], "embedding": [], "over CP": []}
+    start = gradient_buckets.start_gradient_sums
+
+    def checked_over_cp(buckets: Any, *args: Any, **kwargs: Any) -> Any:
+        if run.cp > 1:
+            cp_group = parallel_state.get_context_parallel_group()
+            out["over CP"] += [_owned(bucket, cp_group, "gradients over CP") for bucket in buckets]
+        return start(buckets, *args, **kwargs)
+
     finalization = sys.modules["megatron.core.distributed.finalize_model_grads"]
     over_tp, over_pp = (
         finalization._allreduce_non_tensor_model_parallel_grads,
@@ -206,6 +221,7 @@ def train(run: Run) -> dict[str, Any]:
     for batches in data[:, :, parallel_state.get_data_parallel_rank()]:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
+        gradient_buckets.start_gradient_sums = checked_over_cp
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches),
@@ -215,6 +231,7 @@ def train(run: Run) -> dict[str, Any]:
             micro_batch_size=1,
             forward_only=False,
         )
+        gradient_buckets.start_gradient_sums = start
         out["norms"].append(float(optimizer.step()[1]))
     group = parallel_state.get_tensor_model_parallel_group()
     out["weights"] = {}
@@ -275,11 +292,13 @@ def test_what_was_compared_differs_from_kind_to_kind_and_lay_in_many_buckets(res
     )
 
 
-def test_sums_over_tensor_parallel_ranks_have_one_owner_an_element_and_none_is_made_over_pipeline_stages(
+def test_sums_over_tp_and_cp_have_one_owner_an_element_and_none_is_made_over_pipeline_stages(
     results: dict[str, Any],
 ) -> None:
-    """NVIDIA/Megatron-LM#1446. `_one_owner_each` raises in the run; here: that it looked at something."""
+    """NVIDIA/Megatron-LM#1446. `_owned` raises in the run; here: that it looked at something."""
     for run in ALL:
+        over_cp = results[str(run)]["over CP"]
+        assert len(over_cp) == (STEPS * results[str(run)]["buckets"] if run.cp > 1 else 0) and all(over_cp)
         looked = [elements > 0 for elements in results[str(run)]["owned"]]
         assert looked == [True] * (
             STEPS if run.tp > 1 and not run.config.get("use_distributed_optimizer") else 0
