@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_plugins.collectives.gradient_sums import require_consecutive_instances, start_gradient_sums
+from megatron_plugins.collectives.gradient_sums import (
+    add_gradients,
+    require_consecutive_instances,
+    start_gradient_sums,
+)
 from te_overrides.kernels.collectives.reference import Sum
 
 UNDER_WAY = 2
@@ -134,15 +138,12 @@ def start_grad_sync(group: Any, force_all_reduce: bool = False) -> None:
     if own_stream:
         group.communication_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(group.communication_stream) if own_stream else contextlib.nullcontext():
-        sums = start_gradient_sums(
-            [bucket.grad_data for bucket in group.buckets],
-            inside,
-            shards=_shards(group) if scatter else None,
-            wide=wide,
-        )
+        buckets, shards = [bucket.grad_data for bucket in group.buckets], _shards(group) if scatter else None
         if config.overlap_grad_reduce and between is None:
-            group.grad_reduce_handle = _started(sums)
+            group.grad_reduce_handle = _started(
+                start_gradient_sums(buckets, inside, shards=shards, wide=wide)
+            )
             return
-        GradientHandle(sums).wait()
+        add_gradients(buckets, inside, shards=shards, wide=wide)
         if between is not None:
-            GradientHandle(start_gradient_sums(_shards(group), between, wide=wide)).wait()
+            add_gradients(_shards(group), between, wide=wide)

@@ -18,7 +18,8 @@ off the groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ from te_overrides.kernels.collectives.reference import (
 )
 from te_overrides.kernels.collectives.transport import group_size, start_all_gather, start_all_to_all
 from te_overrides.kernels.tree.reference import balanced_tree
+
+PIECE = 1 << 24
+"""Elements that travel at once where a bucket is added at one go: without overlap a bucket may hold a whole model.
+Bounds memory; cannot change a bit, since an element's sum does not know where it lies."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,10 @@ def start_gradient_sums(
     """Start adding buckets over `group`; the results are in place when every returned sum was waited for.
 
     Args:
-        buckets: [n] each, any floating dtype; not to be written before the sums were waited for.
+        buckets: [n], or [ranks, n / ranks], any floating dtype; not to be written before the sums were waited for.
         group: data-parallel times context-parallel ranks.
-        shards: for every bucket this rank's n / ranks consecutive elements of it: only they receive their sum, and the
-            rest of the bucket keeps what it held. Without it every bucket receives its whole sum.
+        shards: for every bucket this rank's n / ranks elements of it ([n / ranks], or [1, n / ranks]): only they
+            receive their sum, the rest of the bucket keeps what it held. Without it every bucket receives its sum.
         wide: add in float32 and round once.
 
     Raises:
@@ -145,6 +150,41 @@ def start_gradient_sums(
     if shards is None:
         return [start_all_reduce(bucket, group, wide=wide, out=bucket) for bucket in buckets]
     return [start_reduce_scatter_many(buckets, group, wide=wide, outs=shards)]
+
+
+def _pieces(
+    bucket: torch.Tensor, shard: torch.Tensor | None, ranks: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """A bucket in pieces of at most `PIECE` elements, each with its part of the shard: [ranks, m] and [1, m]."""
+    if shard is None:
+        for piece in bucket.split(PIECE):
+            yield piece, None
+        return
+    rows, width = bucket.view(ranks, -1), max(1, PIECE // ranks)
+    for start in range(0, rows.shape[1], width):
+        cut = slice(start, start + width)
+        yield rows[:, cut], shard[cut].unsqueeze(0)
+
+
+def add_gradients(
+    buckets: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    shards: Sequence[torch.Tensor] | None = None,
+    wide: bool = False,
+) -> None:
+    """`start_gradient_sums` that returns when the sums are in place, in memory that does not grow with the bucket."""
+    under_way: collections.deque[Sum] = collections.deque()
+    for bucket, shard in zip(buckets, [None] * len(buckets) if shards is None else shards, strict=True):
+        for piece, part in _pieces(bucket, shard, group_size(group)):
+            under_way += start_gradient_sums(
+                [piece], group, shards=None if part is None else [part], wide=wide
+            )
+            # While a piece is added, the next one is on its way.
+            while len(under_way) > 1:
+                under_way.popleft().wait_all()
+    for each in under_way:
+        each.wait_all()
 
 
 def require_consecutive_instances(

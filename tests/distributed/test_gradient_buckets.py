@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bits import assert_equal_bits, count_mismatches
+from megatron_plugins.collectives import gradient_sums
 from megatron_plugins.collectives.gradient_sums import Mesh, mesh_of
 from patches.errors import NotCoveredError
 from procs import run_ranks
@@ -235,6 +237,14 @@ def _differing(world: int) -> tuple[int, int]:
     return sum(differ for differ, _ in counts), sum(total for _, total in counts)
 
 
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Whole buckets travel in pieces of at most 100 elements."""
+    whole, gradient_sums.PIECE = gradient_sums.PIECE, 100
+    yield
+    gradient_sums.PIECE = whole
+
+
 def _upstream(rank: int, world: int) -> tuple[int, int]:
     return _differing(world)
 
@@ -257,6 +267,8 @@ def _changed(rank: int, world: int) -> tuple[tuple[int, int], int, list[bool]]:
     gradient_buckets._started = spy
     assert _differing(world)[0] == 0
     gradient_buckets._started = started
+    with small_pieces():
+        every_case(rank, world, {"plain": Case(), "sharded": Case(config=SHARDED)})
     reference.balanced_tree = lambda terms: functools.reduce(torch.add, terms)
     chain = _differing(world)
     reference.balanced_tree = tree
@@ -275,8 +287,15 @@ def test_another_order_would_be_noticed_and_overlap_is_overlap() -> None:
 
 
 def _six_ranks(rank: int, world: int, cases: dict[str, Case]) -> list[str]:
-    """Cases with three context-parallel ranks; then what is said where three or six data-parallel ranks are left."""
+    """Cases with three context-parallel ranks, once more in small pieces; then what is said where three or six
+    data-parallel ranks are left."""
     every_case(rank, world, cases)
+    with small_pieces():
+        every_case(
+            rank,
+            world,
+            {name: case for name, case in cases.items() if name.endswith((": plain", ": sharded"))},
+        )
     refused = []
     for cp in (2, 1):
         with pytest.raises(NotCoveredError) as error:
@@ -323,3 +342,17 @@ def test_groups_that_form_no_mesh_are_refused() -> None:
     assert mesh_of([4, 5, 6], [4, 5, 6]) == Mesh(((0, 1, 2),))
     with pytest.raises(NotCoveredError, match="neither a run of neighbours nor every 2th"):
         mesh_of([0, 1, 2, 3, 4, 5], [0, 1, 3])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pieces_of_a_bucket_are_small_and_hold_every_element_once(ranks: int) -> None:
+    bucket = torch.arange(1000)
+    own = bucket.chunk(ranks)[1]
+    with small_pieces():
+        whole = [piece for piece, _ in gradient_sums._pieces(bucket, None, ranks)]
+        cut = list(gradient_sums._pieces(bucket, own, ranks))
+    assert [x.numel() for x in whole] == [100] * 10 and torch.equal(torch.cat(whole), bucket)
+    assert max(piece.numel() for piece, _ in cut) == 100 and len(cut) == 10
+    assert torch.equal(torch.cat([piece for piece, _ in cut], dim=1).flatten(), bucket)
+    assert torch.equal(torch.cat([part for _, part in cut if part is not None], dim=1)[0], own)
+    assert all(part is not None and torch.equal(piece[1:2], part) for piece, part in cut)

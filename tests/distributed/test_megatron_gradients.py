@@ -7,6 +7,7 @@ data-parallel rank, two steps.
 
 from __future__ import annotations
 
+import functools
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -168,13 +169,13 @@ def train(run: Run) -> dict[str, Any]:
         [ddp],
     )
     out: dict[str, Any] = {"norms": [], "gradients": [], "owned": [], "embedding": [], "over CP": []}
-    start = gradient_buckets.start_gradient_sums
+    sums = {name: getattr(gradient_buckets, name) for name in ("start_gradient_sums", "add_gradients")}
 
-    def checked_over_cp(buckets: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked_over_cp(add: Any, buckets: Any, *args: Any, **kwargs: Any) -> Any:
         if run.cp > 1:
             cp_group = parallel_state.get_context_parallel_group()
             out["over CP"] += [_owned(bucket, cp_group, "gradients over CP") for bucket in buckets]
-        return start(buckets, *args, **kwargs)
+        return add(buckets, *args, **kwargs)
 
     finalization = sys.modules["megatron.core.distributed.finalize_model_grads"]
     over_tp, over_pp = (
@@ -221,7 +222,8 @@ def train(run: Run) -> dict[str, Any]:
     for batches in data[:, :, parallel_state.get_data_parallel_rank()]:
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        gradient_buckets.start_gradient_sums = checked_over_cp
+        for name, add in sums.items():
+            setattr(gradient_buckets, name, functools.partial(checked_over_cp, add))
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches),
@@ -231,7 +233,8 @@ def train(run: Run) -> dict[str, Any]:
             micro_batch_size=1,
             forward_only=False,
         )
-        gradient_buckets.start_gradient_sums = start
+        for name, add in sums.items():
+            setattr(gradient_buckets, name, add)
         out["norms"].append(float(optimizer.step()[1]))
     group = parallel_state.get_tensor_model_parallel_group()
     out["weights"] = {}
