@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bits import assert_equal_bits
 from procs import run_ranks
+from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import reference as sums
 from te_overrides.kernels.collectives.agreement import DisagreementError
 from te_overrides.kernels.tree.reference import balanced_tree
@@ -200,3 +201,30 @@ def test_what_is_not_defined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         sums.reduce_scatter(torch.ones(8, 2), group, out=torch.ones(8, 2))
     with pytest.raises(sums.CollectiveError, match="Give a buffer of that"):
         sums.all_reduce(torch.ones(8), group, out=torch.ones(8, dtype=torch.float64))
+
+
+def _either_way(rank, world_size):
+    """Adding everything everywhere, and sharing the additions: one tree, fewer bytes."""
+    group = dist.group.WORLD
+    for size, dtype, wide in (
+        (1, torch.float32, False),
+        (1001, torch.bfloat16, False),
+        (4096, torch.bfloat16, True),
+    ):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        found, sent = [], []
+        for threshold in (0, 1 << 62):
+            sums.SHARED_FROM = threshold
+            with accounting.count() as counter:
+                found.append(sums.all_reduce(x, group, wide=wide))
+            sent.append(sum(counter.bytes_sent.values()))
+        assert_equal_bits(*found, f"{size} {dtype} wide {wide}")
+        if size > 1:
+            # n - 1 times the operand, or (n - 1) / n of it twice; a padded element at most beside that.
+            assert sent[1] == (world_size - 1) * size * x.element_size()
+            assert sent[0] <= 2 * (world_size - 1) * (size // world_size + 1) * x.element_size()
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_sharing_the_additions_of_an_all_reduce_changes_no_bit(world):
+    run_ranks(world, _either_way)

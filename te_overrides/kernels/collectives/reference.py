@@ -28,6 +28,10 @@ SUM_WORLDS = tuple(1 << level for level in range(13))
 """World sizes of sums: a rank's share must be a whole subtree. Movement takes any size."""
 
 
+SHARED_FROM = 256 << 10
+"""Bytes from which ranks share the additions of an all-reduce, over more than two ranks; no matter for a bit."""
+
+
 class CollectiveError(ValueError):
     """A collective was asked for something the contract does not define."""
 
@@ -103,8 +107,26 @@ def start_all_reduce(
         return Sum(lambda: [_alone(x, out)])
     assert group is not None
     require_agreement(_described("all_reduce", [x], wide), group, x.device)
+    if size > 2 and x.numel() * x.element_size() >= SHARED_FROM:
+        return _start_by_shares(x, group, wide, out)
     moving = start_all_gather(x, group)
     return Sum(lambda: [_tree(moving.wait(), wide, out)])
+
+
+def _start_by_shares(x: torch.Tensor, group: dist.ProcessGroup, wide: bool, out: torch.Tensor | None) -> Sum:
+    """An all-reduce of which every rank adds a share: it receives 2 (n - 1) / n times the operand, not n - 1 times."""
+    size = group_size(group)
+    flat = x.detach().reshape(-1)
+    share = -(-flat.numel() // size)
+    padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
+    moving = start_all_to_all(list(padded.view(size, share)), group)
+
+    def finish() -> list[torch.Tensor]:
+        shares = all_gather(_tree(moving.wait(), wide, None), group)
+        total = torch.cat(shares)[: flat.numel()].view(x.shape)
+        return [total if out is None else out.copy_(total)]
+
+    return Sum(finish)
 
 
 @eager_only
