@@ -13,9 +13,9 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_plugins.collectives.ownership import (
+    bias_gradient,
     gather_tokens,
     sum_over_tp,
-    vector_gradient,
 )
 from megatron_plugins.modules.gradient_accumulation import deliver_weight_gradient, rounded
 from megatron_plugins.modules.guard import require_supported
@@ -101,10 +101,8 @@ class BiasAdd(torch.autograd.Function):
         (grad,) = grads
         dbias = None
         if ctx.needs_input_grad[1]:
-            terms = grad.to(torch.float32)
-            dbias = rounded(
-                vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.tokens_over_tp), ctx.bias_dtype
-            )
+            total = bias_gradient(grad, ctx.layout, tokens_over_tp=ctx.tokens_over_tp)
+            dbias = rounded(total, ctx.bias_dtype)
         return grad, dbias, None, None
 
 
