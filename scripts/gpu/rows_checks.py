@@ -76,6 +76,7 @@ def norm_checks(rows: Rows, columns: int, dtype: torch.dtype) -> None:
     for zero_centered in (False, True):
         x, residual, grad, stream = (randn(50, 3, columns, dtype=dtype) for _ in range(4))
         x[0, 0, :4] = torch.tensor([0.0, -0.0, 1e-40, torch.inf], device="cuda").to(dtype)
+        x[3, :, 0], residual[3, :, 0], grad[3, :, :2] = 1e-40, -3e-39, -2e-39
         x[1], residual[1], grad[2] = 0.0, -0.0, -0.0
         weight = randn(columns, dtype=dtype)
         form = (weight, 1e-6, zero_centered)
@@ -136,12 +137,14 @@ def rope_both_ways(function: Function, t: torch.Tensor, grad: torch.Tensor, *arg
 
 def rope_checks(rows: Rows, dtype: torch.dtype) -> None:
     """Halves and neighbours, all channels and some, forward and gradient, positions alone."""
+    special = torch.tensor([-0.0, 1e-40, 3e38, torch.inf], device="cuda")
     ours = functools.partial(rope_both_ways, rope)
     theirs = functools.partial(rope_both_ways, Rope.apply)
     cases = itertools.product(((64, 64), (128, 128), (128, 64), (96, 96), (192, 64)), (False, True))
     for (columns, rotated), interleaved in cases:
         t = randn(300, 2, 8, columns + 8, dtype=dtype)[..., 8:]
         grad, freqs = randn(300, 2, 8, columns, dtype=dtype), angles(300, rotated)
+        t[1, 0, 0, :4], grad[1, 0, 0, :4] = special.to(dtype), special.flip(0).to(dtype)
         name = f"{rotated} of {columns} channels {dtype} {'neighbours' if interleaved else 'halves'}"
         rows.compare(name, ours, theirs, t, grad, freqs, interleaved, 1.0)
         whole = rope(t, freqs, interleaved)[40:41]
@@ -263,64 +266,53 @@ def granule_cell(granules: int, columns: int) -> Cell:
     )  # fmt: skip
 
 
+COLUMNS = (1024, 2048, 4096, 5120, 8192, 16384, 32768)
 CELLS: tuple[Callable[[], Cell], ...] = (
     *(
         lambda what=what, columns=columns: norm_cell(what, (128 << 20) // (2 * columns), columns)
-        for what in ("add+norm", "norm", "norm gradients", "add+norm gradients")
-        for columns in (4096, 1024, 2048, 5120, 8192, 16384, 32768)
+        for what in ("add+norm", "add+norm gradients")
+        for columns in COLUMNS
     ),
-    *(lambda what=what: norm_cell(what, 8192, 4096) for what in ("add+norm", "norm", "norm gradients")),
+    *(
+        lambda what=what, columns=columns: norm_cell(what, (128 << 20) // (2 * columns), columns)
+        for what in ("norm", "norm gradients")
+        for columns in (4096, 5120)
+    ),
+    lambda: norm_cell("add+norm", 8192, 4096),
     *(
         lambda what=what, heads=heads: head_cell(what, 16384, heads)
         for what in ("head norm", "head norm gradients")
         for heads in (32, 8)
     ),
-    *(lambda heads=heads, back=back: rope_cell(16384, heads, back) for heads in (32, 8) for back in (False, True)),
+    *(
+        lambda heads=heads, back=back: rope_cell(16384, heads, back)
+        for heads in (32, 8)
+        for back in (False, True)
+    ),
     lambda: table_cell(16384),
     lambda: swiglu_cell(4096, False),
     lambda: swiglu_cell(4096, True),
     lambda: granule_cell(512, 4096),
-)  # fmt: skip
+)
 
-# Other launches of a module: attribute -> value, beside the table's.
-LAUNCHES: dict[str, tuple[dict[str, Any], ...]] = {
-    "add+norm, 16384 x 4096": tuple(
-        {"forward_launch": (rows, threads)} for rows, threads in ((1, 128), (1, 512), (2, 256), (2, 512), (1, 1024))
-    ),
-    "add+norm, 65536 x 1024": tuple(
-        {"forward_launch": (rows, threads)}
-        for rows, threads in ((1, 64), (1, 128), (2, 64), (2, 256), (4, 128), (4, 256))
-    ),
-    "add+norm, 8192 x 8192": tuple({"forward_launch": (1, threads)} for threads in (256, 1024)),
-    "add+norm, 4096 x 16384": tuple({"forward_launch": (1, threads)} for threads in (512,)),
-    "norm, 16384 x 4096": tuple({"forward_launch": (1, threads)} for threads in (128, 512)),
-    "norm gradients, 16384 x 4096": tuple({"backward_launch": (1, threads)} for threads in (128, 512, 1024)),
-    "norm gradients, 65536 x 1024": tuple(
-        {"backward_launch": (chains, threads)} for chains, threads in ((1, 64), (1, 256), (2, 128), (2, 256))
-    ),
-    "add+norm gradients, 8192 x 8192": tuple({"backward_launch": (1, threads)} for threads in (256, 1024)),
-    "head norm, 16384 x 32": tuple(
-        {"forward_launch": (rows, threads)} for rows, threads in ((8, 128), (8, 64), (32, 128), (32, 256), (64, 256))
-    ),
-    "head norm gradients, 16384 x 32": tuple(
-        {"backward_launch": (chains, threads)}
-        for chains, threads in ((4, 128), (4, 64), (2, 64), (2, 32), (8, 64), (16, 128))
-    ),
-    "RoPE, 16384 x 32": tuple(
-        {"PAIRS": pairs, "THREADS": threads}
-        for pairs, threads in ((1024, 128), (2048, 256), (4096, 256), (4096, 128), (512, 64), (1024, 64))
-    ),
-    "SwiGLU, 4096 x 12288": tuple(
-        {"BLOCK": block, "THREADS": threads} for block, threads in ((512, 128), (1024, 256), (2048, 256), (512, 64))
-    ),
-    "SwiGLU gradient, 4096 x 12288": tuple(
-        {"BLOCK": block, "THREADS": threads} for block, threads in ((512, 128), (1024, 256), (256, 64), (512, 64))
-    ),
-    "tree of granules, 512 x 4096": tuple(
-        {"MOST_COLUMNS": columns, "THREADS": threads, "ELEMENTS": elements}
-        for columns, threads, elements in ((8, 256, 4096), (16, 512, 8192), (32, 512, 16384), (4, 128, 2048))
-    ),
-}  # fmt: skip
+
+def other_launches(cell: str) -> list[dict[str, Any]]:
+    """Launches to time beside the table's: attribute of the kernel's module -> value."""
+    what, _, size = cell.partition(", ")
+    if what in ("add+norm", "add+norm gradients", "norm gradients") and not cell.endswith("8192 x 4096"):
+        columns = int(size.partition(" x ")[2])
+        width = triton.next_power_of_2(columns)
+        if what == "add+norm":
+            return [{"forward_launch": (1, min(1024, threads))} for threads in (width // 64, width // 16)]
+        return [{"backward_launch": (1, min(1024, threads))} for threads in (width // 64, width // 16)]
+    if cell == "head norm, 16384 x 32":
+        return [{"forward_launch": launch} for launch in ((4, 32), (8, 32), (16, 128), (32, 128), (16, 32))]
+    if cell == "head norm gradients, 16384 x 32":
+        return [{"backward_launch": launch} for launch in ((2, 32), (1, 32), (4, 64), (4, 32), (8, 128))]
+    if cell == "RoPE, 16384 x 32":
+        found = ((1024, 128), (4096, 128), (1024, 64), (4096, 256), (2048, 64))
+        return [{"PAIRS": pairs, "THREADS": threads} for pairs, threads in found]
+    return []
 
 
 def with_launch(cell: Cell, launch: dict[str, Any]) -> Callable[[], Any]:
@@ -341,15 +333,17 @@ def with_launch(cell: Cell, launch: dict[str, Any]) -> Callable[[], Any]:
     return run
 
 
-def warm(index: int, name: str | None, launch: dict[str, Any] | None) -> str:
-    """Compile what a cell, or one of its other launches, runs: Triton keeps it on disk for the timing process."""
-    try:
-        cell = CELLS[index]()
-        (cell.ours if launch is None else with_launch(cell, launch))()
-        torch.cuda.synchronize()
-    except ERRORS as error:
-        return f"{name}: {type(error).__name__}: {error}"[:300]
-    return ""
+def warm(index: int, launches: bool) -> list[str]:
+    """Compile what a cell and its other launches run: Triton keeps it on disk for the timing process."""
+    problems = []
+    cell = CELLS[index]()
+    for launch in [{}, *(other_launches(cell.name) if launches else [])]:
+        try:
+            with_launch(cell, launch)()
+            torch.cuda.synchronize()
+        except ERRORS as error:
+            problems.append(f"{cell.name} {launch}: {type(error).__name__}: {error}"[:300])
+    return problems
 
 
 def time_cell(index: int, launches: bool) -> dict[str, Any]:
@@ -360,7 +354,7 @@ def time_cell(index: int, launches: bool) -> dict[str, Any]:
     functions: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source), "ours": cell.ours}
     if cell.peer is not None:
         functions["torch"] = cell.peer
-    others = LAUNCHES.get(cell.name, ()) if launches else ()
+    others = other_launches(cell.name) if launches else []
     row: dict[str, Any] = {"cell": cell.name, "megabytes_moved": round(cell.moved / 2**20)}
     for launch in others:
         run = with_launch(cell, launch)
@@ -374,44 +368,31 @@ def time_cell(index: int, launches: bool) -> dict[str, Any]:
     return row | {"ms": ms, "of_copy_bandwidth": {k: ms["copy"] / v for k, v in ms.items() if k != "copy"}}
 
 
-def parallel(function: Any, jobs: list[tuple[Any, ...]], processes: int, deadline: float) -> list[Any]:
-    """Results of `function(*job)` in the order they come, in fresh processes; what takes too long is left."""
+def parallel(jobs: list[tuple[Any, ...]], processes: int, deadline: float) -> list[tuple[str, Any]]:
+    """(function's name, result) of every job in fresh processes; what takes too long is left out and said."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, mp_context=context)
-    futures = [pool.submit(function, *job) for job in jobs]
+    futures = {pool.submit(function, *arguments): function.__name__ for function, *arguments in jobs}
     found = []
     try:
         for future in as_completed(futures, timeout=max(1.0, deadline - time.monotonic())):
-            found.append(future.result())
+            found.append((futures[future], future.result()))
     except TimeoutError:
         print(f"the time was up for {sum(not f.done() for f in futures)} of {len(futures)} jobs", flush=True)
     pool.shutdown(wait=False, cancel_futures=True)
     return found
 
 
-def bit_checks(processes: int, deadline: float) -> list[dict[str, Any]]:
-    groups: list[tuple[Any, ...]] = [("norm", width, dtype) for width in reversed(WIDTHS) for dtype in DTYPES]
-    groups += [("heads", width, dtype) for width in (64, 128, 256) for dtype in DTYPES[:2]]
-    groups += [(kind, dtype) for kind in ("rope", "granules") for dtype in DTYPES]
-    answers = parallel(run_group, groups, processes, deadline)
-    found = [row for rows in answers for row in rows]
-    if len(answers) < len(groups):
-        found.append({"check": "all groups", "mismatched": 1, "total": 1, "error": "the time was up"})
-    for row in found:
-        if row["mismatched"]:
-            print(row, flush=True)
-    return found
+def bit_groups(widths: list[int]) -> list[tuple[Any, ...]]:
+    """Groups of bit checks, the longest first."""
+    found: list[tuple[Any, ...]] = [
+        (run_group, "norm", width, dtype) for width in sorted(widths, reverse=True) for dtype in DTYPES
+    ]
+    found += [(run_group, "heads", width, dtype) for width in (64, 128, 256) for dtype in DTYPES[:2]]
+    return found + [(run_group, kind, dtype) for kind in ("rope", "granules") for dtype in DTYPES]
 
 
-def times(deadline: float, processes: int, launches: bool) -> list[dict[str, Any]]:
-    jobs: list[tuple[Any, ...]] = [(index, None, None) for index in range(len(CELLS))]
-    if launches:
-        names = {cell().name: index for index, cell in enumerate(CELLS)}
-        torch.cuda.empty_cache()
-        jobs += [(names[name], name, launch) for name, found in LAUNCHES.items() for launch in found]
-    for problem in parallel(warm, jobs, processes, deadline - 20):
-        if problem:
-            print(problem, flush=True)
+def times(deadline: float, launches: bool) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index in range(len(CELLS)):
         if time.monotonic() > deadline:
@@ -437,6 +418,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--only", choices=("bits", "times"))
+    parser.add_argument(
+        "--widths", type=int, nargs="+", default=list(WIDTHS), help="columns of the bit checks"
+    )
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--launches", action="store_true", help="time other launches beside the table's")
@@ -445,11 +429,18 @@ def main() -> None:
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
     deadline = time.monotonic() + args.seconds
-    rows = [] if args.only == "times" else bit_checks(args.processes, deadline - args.seconds * 0.4)
+    groups = bit_groups(args.widths) if args.only != "times" else []
+    cells = [(warm, index, args.launches) for index in range(len(CELLS))] if args.only != "bits" else []
+    answers = parallel([*groups, *cells], args.processes, deadline - (0.25 * args.seconds if cells else 0.0))
+    rows = [row for name, rows in answers if name == "run_group" for row in rows]
+    if sum(name == "run_group" for name, _ in answers) < len(groups):
+        rows.append({"check": "all groups", "mismatched": 1, "total": 1, "error": "the time was up"})
     bad = [row for row in rows if row["mismatched"]]
+    for line in [*bad, *(problem for name, problems in answers if name == "warm" for problem in problems)]:
+        print(line, flush=True)
     total = sum(row["total"] for row in rows)
     print(f"{len(rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
-    found = times(deadline, args.processes, args.launches) if args.only != "bits" else []
+    found = times(deadline, args.launches) if cells else []
     report = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "bits": rows, "times": found,

@@ -10,9 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from te_overrides.kernels.launching import Launch, Plans, device_of, options, row_stride, signature, with_rows
+from te_overrides.kernels.launching import (
+    Launch,
+    Plans,
+    device_of,
+    options,
+    rounds_natively,
+    row_stride,
+    signature,
+    with_rows,
+)
 from te_overrides.kernels.portable_math.kernel import cos, sin
-from te_overrides.kernels.rounding.kernel import rounded
+from te_overrides.kernels.rounding.kernel import stored
 
 TABLE_BLOCK, TABLE_THREADS = 512, 128
 PAIRS, THREADS = 2048, 128
@@ -27,20 +36,22 @@ class RopeCoverageError(ValueError):
 
 
 @triton.jit
-def table_kernel(angles_ptr, cos_ptr, sin_ptr, elements, MSCALE: tl.constexpr, BLOCK: tl.constexpr):
+def table_kernel(
+    angles_ptr, cos_ptr, sin_ptr, elements, MSCALE: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr = False,
+):  # fmt: skip
     """angles float32 -> cosine and sine, times MSCALE, each rounded to float32 and to the tables' dtype."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     angle = tl.load(angles_ptr + at, mask=inside, other=0.0)
-    tl.store(cos_ptr + at, rounded(cos(angle) * MSCALE, cos_ptr.dtype.element_ty), mask=inside)
-    tl.store(sin_ptr + at, rounded(sin(angle) * MSCALE, sin_ptr.dtype.element_ty), mask=inside)
+    tl.store(cos_ptr + at, stored(cos(angle) * MSCALE, cos_ptr.dtype.element_ty, NATIVE), mask=inside)
+    tl.store(sin_ptr + at, stored(sin(angle) * MSCALE, sin_ptr.dtype.element_ty, NATIVE), mask=inside)
 
 
 @triton.jit
 def rotate_kernel(
     t_ptr, cos_ptr, sin_ptr, out_ptr, rows, rows_of_a_position, t_stride, columns,
     ROTATED: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
+    TRANSPOSE: tl.constexpr, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """t [rows, columns] with a row stride, tables [positions, ROTATED] -> out [rows, columns] contiguous.
 
@@ -67,10 +78,10 @@ def rotate_kernel(
         turned1, turned2 = x2 * s2, -(x1 * s1)
     else:
         turned1, turned2 = -x2 * s1, x1 * s2
-    y1 = rounded(x1 * c1, DTYPE).to(tl.float32) + rounded(turned1, DTYPE).to(tl.float32)
-    y2 = rounded(x2 * c2, DTYPE).to(tl.float32) + rounded(turned2, DTYPE).to(tl.float32)
-    tl.store(out_ptr + written + first[None, :], rounded(y1, DTYPE), mask=mask)
-    tl.store(out_ptr + written + second[None, :], rounded(y2, DTYPE), mask=mask)
+    y1 = stored(x1 * c1, DTYPE, NATIVE).to(tl.float32) + stored(turned1, DTYPE, NATIVE).to(tl.float32)
+    y2 = stored(x2 * c2, DTYPE, NATIVE).to(tl.float32) + stored(turned2, DTYPE, NATIVE).to(tl.float32)
+    tl.store(out_ptr + written + first[None, :], stored(y1, DTYPE, NATIVE), mask=mask)
+    tl.store(out_ptr + written + second[None, :], stored(y2, DTYPE, NATIVE), mask=mask)
     if REST > 0:
         column = ROTATED + tl.arange(0, REST)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
@@ -94,7 +105,7 @@ def _plan_tables(elements: int, mscale: float) -> Launch:
         table_kernel,
         (triton.cdiv(elements, TABLE_BLOCK), 1, 1),
         (elements,),
-        {"MSCALE": float(mscale), "BLOCK": TABLE_BLOCK},
+        {"MSCALE": float(mscale), "BLOCK": TABLE_BLOCK, "NATIVE": rounds_natively(table_kernel)},
         options(TABLE_THREADS),
     )
 
@@ -134,7 +145,7 @@ def _plan_rotate(t: torch.Tensor, rotated: int, interleaved: bool, transpose: bo
     per_program = max(1, PAIRS // width)
     constants = {
         "ROTATED": rotated, "WIDTH": width, "REST": rest, "ROWS": per_program, "INTERLEAVED": interleaved,
-        "TRANSPOSE": transpose,
+        "TRANSPOSE": transpose, "NATIVE": rounds_natively(rotate_kernel),
     }  # fmt: skip
     return Launch(
         rotate_kernel,
