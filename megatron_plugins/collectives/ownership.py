@@ -7,17 +7,19 @@ TP) are exact in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
 from te_overrides.kernels.collectives.reference import (
-    all_reduce,
+    Sum,
     exchange_columns,
-    gather_first_dim,
     owned,
-    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
 )
-from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.collectives.transport import all_gather, group_size, start_all_gather
 from te_overrides.kernels.embedding.reference import embedding_gradient
 from te_overrides.kernels.gemm.ops import one_lane
 from te_overrides.kernels.granules.ops import granule_partials, sum_granules
@@ -117,11 +119,25 @@ def embedding_weight_gradient(
     return owned(embedding_gradient(flat_ids, canonical_tokens(all_grad), rows), own, grad.shape[-1])
 
 
+def start_gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> Callable[[], torch.Tensor]:
+    """`gather_tokens` that returns at once: what it returns waits for the tokens. `x` must not be written before."""
+    if group_size(layout.sp_group) == 1:
+        return lambda: x
+    moving = start_all_gather(x, layout.sp_group)
+    return lambda: torch.cat(moving.wait(), dim=0)
+
+
 def gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
     """[s / TP, B, C] to [s, B, C] under sequence parallelism; anything else unchanged."""
-    return gather_first_dim(x, layout.sp_group)
+    return start_gather_tokens(x, layout)()
+
+
+def start_sum_over_tp(partial: torch.Tensor, layout: ParallelLayout, scatter: bool) -> Sum:
+    """`sum_over_tp` that returns at once; `partial` must not be written before the wait."""
+    start = start_reduce_scatter if scatter else start_all_reduce
+    return start(partial, layout.tp_group)
 
 
 def sum_over_tp(partial: torch.Tensor, layout: ParallelLayout, scatter: bool) -> torch.Tensor:
     """The upper levels of the tree over TP: this rank's share of the tokens (dim 0) if `scatter`, else everything."""
-    return reduce_scatter(partial, layout.tp_group) if scatter else all_reduce(partial, layout.tp_group)
+    return start_sum_over_tp(partial, layout, scatter).wait()

@@ -39,16 +39,16 @@ def activation_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     offset = getattr(config, "glu_linear_offset", 0.0)
     if clamp is not None or offset:
         raise NotCoveredError(
-            f"activation_func_clamp_value={clamp}, glu_linear_offset={offset}: clamped and offset gates are not part of "
-            "the contract. Switch them off."
+            f"activation_func_clamp_value={clamp}, glu_linear_offset={offset}: clamped and offset gates are not part "
+            "of the contract. Switch them off."
         )
     function = config.activation_func
     name = _BY_OBJECT.get(function) or _BY_NAME.get(_said(function))
     if name is None:
         raise NotCoveredError(
-            f"activation_func={_said(function)}, gated_linear_unit={config.gated_linear_unit}: the contract has portable "
-            f"arithmetic for torch's silu and relu and for {', '.join(sorted(_BY_NAME))}, plain and gated. GELU by the "
-            "error function has none: take its tanh form (fast_gelu), or --swiglu."
+            f"activation_func={_said(function)}, gated_linear_unit={config.gated_linear_unit}: the contract has "
+            f"portable arithmetic for torch's silu and relu and for {', '.join(sorted(_BY_NAME))}, plain and "
+            "gated. GELU by the error function has none: take its tanh form (fast_gelu), or --swiglu."
         )
     if name == "silu" and config.gated_linear_unit:
         return SwiGLU.apply  # type: ignore[no-any-return]

@@ -48,6 +48,12 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None, None, None, None
 
 
+def rmsnorm_of(x: torch.Tensor, weight: torch.Tensor, config: Any, layout: ParallelLayout) -> torch.Tensor:
+    """RMSNorm of [s, B, H] by a weight that another module holds."""
+    zero_centered = bool(config.layernorm_zero_centered_gamma)
+    return _RMSNorm.apply(x, weight, config.layernorm_epsilon, zero_centered, layout, None)  # type: ignore[no-any-return]
+
+
 class DeterministicRMSNorm(torch.nn.Module):
     """RMSNorm over the hidden size. Built as Megatron builds norms: ``(config, hidden_size, eps)``.
 
