@@ -110,12 +110,16 @@ def shipped() -> list[tuple[Kernel, Any]]:
 def test_what_runs_neither_spills_nor_contracts(arch: str) -> None:
     for kernel, launch in shipped():
         assembly = compile_kernel(kernel, arch, launch).assembly
-        name = f"{kernel.function.__name__} {launch}"
+        name = f"{kernel.name} {launch}"
         spilled = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", assembly)
         assert len(spilled) == 2 and set(spilled) == {"0"}, name
         assert re.findall(r"\.private_segment_fixed_size:\s+(\d+)", assembly) == ["0"], name
-        # Divisions of integers go through a float32 reciprocal; nothing else may be fused.
-        fused = re.findall(r"v_(?:pk_)?(?:fma_mix\w*|fma_f64|fma_f32|fmac_f64)", assembly)
+        # float16 widened on the way: a factor of one leaves a sum, an addend of -0 a product, of one rounding each.
+        fused = [
+            line
+            for line in re.findall(r"v_(?:pk_)?(?:fma|fmac)_(?:mix|f64|f32)\w*.*", assembly)
+            if not re.search(r"v_fma_mix_f32 .*(?:, 1\.0, |, neg\(0\) )", line)
+        ]
         assert not fused, (name, fused)
 
 
@@ -125,7 +129,8 @@ def test_what_runs_neither_spills_nor_contracts(arch: str) -> None:
 )
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
 def test_a_rotation_is_one_expression(arch: str, dtype: str, interleaved: bool, transpose: bool) -> None:
-    grid = launches("ROWS", 4, 8, warps=(1, 2))
+    # For two pairs a thread LLVM writes the integers of the rounding otherwise: other expressions, equal bits (below).
+    grid = [*launches("ROWS", 4, warps=(1, 2)), *launches("ROWS", 16, warps=(1, 2, 4))]
     result = audit(rotation(dtype, interleaved, transpose), arch, grid, elements=4)
     assert result.one_class, (len(result.groups), dict(result.unknown))
 
@@ -148,7 +153,10 @@ def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
-def test_rope_for_amd_gpus_has_the_reference_s_bits(arch: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("block", "warps"), [(4, 2), (8, 1)])
+def test_rope_for_amd_gpus_has_the_reference_s_bits(
+    arch: str, dtype: torch.dtype, block: int, warps: int
+) -> None:
     rows, generator = 8, torch.Generator().manual_seed(0)
     positions = rows // HEADS
     t, grad = (torch.randn(positions, 1, HEADS, COLUMNS, generator=generator).to(dtype) for _ in range(2))
@@ -166,7 +174,7 @@ def test_rope_for_amd_gpus_has_the_reference_s_bits(arch: str, dtype: torch.dtyp
         want.backward(grad)
         assert leaf.grad is not None
         for transpose, x, wanted in ((False, t, want.detach()), (True, grad, leaf.grad)):
-            (launch,) = launches("ROWS", 4, warps=(2,))
+            (launch,) = launches("ROWS", block, warps=(warps,))
             arrays = {
                 "t_ptr": _array(x), "cos_ptr": _array(c, rows * ROTATED), "sin_ptr": _array(s, rows * ROTATED),
                 "out_ptr": _array(torch.zeros_like(x)),

@@ -116,6 +116,7 @@ def test_the_flag_selects_the_spec_only_where_the_user_gave_none() -> None:
     part = argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], "local_layer_with_deterministic_ffn"])
     with pytest.raises(NotCoveredError, match="deterministic_ffn.*the promise is for the whole.*stable"):
         apply_flag(part, "invariant")
+    part.deterministic_rocm = "stable"
     apply_flag(part, "stable")
     for name in WHOLE:
         apply_flag(argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], name]), "invariant")

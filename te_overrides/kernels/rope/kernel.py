@@ -48,6 +48,12 @@ def table_kernel(
 
 
 @triton.jit
+def _product(x, table, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Rounded to the activation dtype, in float32."""
+    return stored(x * table, DTYPE, NATIVE).to(tl.float32)
+
+
+@triton.jit
 def rotate_kernel(
     t_ptr, cos_ptr, sin_ptr, out_ptr, rows, rows_of_a_position, t_stride, columns,
     ROTATED: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -74,12 +80,13 @@ def rotate_kernel(
     c2 = tl.load(cos_ptr + table + second[None, :], mask=mask, other=0.0).to(tl.float32)
     s1 = tl.load(sin_ptr + table + first[None, :], mask=mask, other=0.0).to(tl.float32)
     s2 = tl.load(sin_ptr + table + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    # The reference adds a negated product: a + -b is a - b, and rounding keeps the sign apart.
     if TRANSPOSE:
-        turned1, turned2 = x2 * s2, -(x1 * s1)
+        y1 = _product(x1, c1, DTYPE, NATIVE) + _product(x2, s2, DTYPE, NATIVE)
+        y2 = _product(x2, c2, DTYPE, NATIVE) - _product(x1, s1, DTYPE, NATIVE)
     else:
-        turned1, turned2 = -x2 * s1, x1 * s2
-    y1 = stored(x1 * c1, DTYPE, NATIVE).to(tl.float32) + stored(turned1, DTYPE, NATIVE).to(tl.float32)
-    y2 = stored(x2 * c2, DTYPE, NATIVE).to(tl.float32) + stored(turned2, DTYPE, NATIVE).to(tl.float32)
+        y1 = _product(x1, c1, DTYPE, NATIVE) - _product(x2, s1, DTYPE, NATIVE)
+        y2 = _product(x2, c2, DTYPE, NATIVE) + _product(x1, s2, DTYPE, NATIVE)
     tl.store(out_ptr + written + first[None, :], stored(y1, DTYPE, NATIVE), mask=mask)
     tl.store(out_ptr + written + second[None, :], stored(y2, DTYPE, NATIVE), mask=mask)
     if REST > 0:
