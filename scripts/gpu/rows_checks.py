@@ -303,8 +303,12 @@ def other_launches(cell: str) -> list[dict[str, Any]]:
         columns = int(size.partition(" x ")[2])
         width = triton.next_power_of_2(columns)
         if what == "add+norm":
-            return [{"forward_launch": (1, min(1024, threads))} for threads in (width // 64, width // 16)]
-        return [{"backward_launch": (1, min(1024, threads))} for threads in (width // 64, width // 16)]
+            return [
+                {"forward_launch": (1, min(1024, threads))} for threads in (max(32, width // 64), width // 16)
+            ]
+        return [
+            {"backward_launch": (1, min(1024, threads))} for threads in (max(32, width // 64), width // 16)
+        ]
     if cell == "head norm, 16384 x 32":
         return [{"forward_launch": launch} for launch in ((4, 32), (8, 32), (16, 128), (32, 128), (16, 32))]
     if cell == "head norm gradients, 16384 x 32":
@@ -320,7 +324,7 @@ def with_launch(cell: Cell, launch: dict[str, Any]) -> Callable[[], Any]:
     module, plans = MODULES[cell.module], Plans()
 
     def run() -> Any:
-        values = {k: (lambda _columns, v=v: v) if k.endswith("_launch") else v for k, v in launch.items()}
+        values = {k: (lambda *_, v=v: v) if k.endswith("_launch") else v for k, v in launch.items()}
         before = {name: getattr(module, name) for name in (*values, "_plans")}
         for name, value in (values | {"_plans": plans}).items():
             setattr(module, name, value)

@@ -19,7 +19,7 @@ from upstream_wheels import ROOT
 
 @pytest.mark.slow
 def test_every_kernel_equals_its_reference_in_the_interpreter() -> None:
-    """Every dtype, odd widths, strided rows, special values, empty; the other direction and another order are others."""
+    """Every dtype, odd widths, strided rows, special values, empty; another direction or order is noticed."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     script = ROOT / "tests" / "triton_cpu" / "rows_in_interpreter.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

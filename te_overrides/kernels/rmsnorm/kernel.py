@@ -38,16 +38,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _plans = Plans()
 
 
-def forward_launch(columns: int) -> tuple[int, int]:
-    """(rows, threads) of a program of the forward kernel."""
+def forward_launch(columns: int, hip: bool) -> tuple[int, int]:
+    """(rows, threads) of a program of the forward kernel.
+
+    NVIDIA: 32 columns a thread, measured on an H200. AMD: 16, where none spills on gfx942 and gfx950.
+    """
     width = triton.next_power_of_2(columns)
+    if hip:
+        return max(1, 2048 // width), min(1024, max(128, width // 16))
     return max(1, 1024 // width), min(1024, max(64, width // 32))
 
 
-def backward_launch(columns: int) -> tuple[int, int]:
-    """(chains, threads) of a program of the backward kernel."""
+def backward_launch(columns: int, hip: bool) -> tuple[int, int]:
+    """(chains, threads) of a program of the backward kernel, as in `forward_launch`."""
     width = triton.next_power_of_2(columns)
-    return max(1, 1024 // width), min(1024, max(64, width // 32))
+    if hip:
+        return max(1, 1024 // width), min(1024, max(128, width // 16))
+    return max(1, 512 // width), min(1024, max(64, width // 32))
 
 
 def rmsnorm(
@@ -129,7 +136,7 @@ def _plan_forward(x: torch.Tensor, added: torch.Tensor, add: bool, eps: float, z
     columns = x.shape[-1]
     rows = x.numel() // columns if columns else 0
     (epsilon_bits,) = struct.unpack("<q", struct.pack("<d", eps))
-    per_program, threads = forward_launch(columns)
+    per_program, threads = forward_launch(columns, bool(torch.version.hip))
     constants = {
         "COLUMNS": columns,
         "LEVELS": (columns - 1).bit_length(),
@@ -201,7 +208,7 @@ def _plan_backward(
     forms = {"ADD": add, "ZERO_CENTERED": zero_centered} | native
     heads = x.shape[2] // groups if groups else 1
     if columns <= MOST_SUMMED_COLUMNS:
-        chains, threads = backward_launch(columns)
+        chains, threads = backward_launch(columns, bool(torch.version.hip))
         launch = Launch(
             backward_kernel,
             (triton.cdiv(granules, chains), inners, 1),
