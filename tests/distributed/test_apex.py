@@ -34,7 +34,7 @@ from patches.errors import GateError
 
 said = {
     "norm": fused_layer_norm.HAVE_FUSED_LAYER_NORM,
-    "l2": clip_grads.multi_tensor_l2norm.__module__ == "amp_C",
+    "l2": clip_grads.l2_norm_impl.__module__ == "amp_C",
     "wgrad": layers._grad_accum_fusion_available,
 }
 layout = step0_model.Layout("")

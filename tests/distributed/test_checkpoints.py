@@ -50,7 +50,8 @@ def build(spec: str, tp: int) -> Any:
     }
     layout = step0_model.Layout("", tp)
     step0_model.initialize(layout)
-    model = step0_model.build(layout, torch.bfloat16, specs[spec])
+    # Upstream's norms are born in float32; Megatron's Float16Module converts a model as this does.
+    model = step0_model.build(layout, torch.bfloat16, specs[spec]).bfloat16()
     step0_model.fill_by_name(model, te_name)
     return model
 

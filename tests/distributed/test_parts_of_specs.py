@@ -1,4 +1,4 @@
-"""Each deterministic part on its own in upstream's spec: it runs in mode stable, and mode invariant refuses it by name."""
+"""Each deterministic part alone in upstream's spec: mode stable runs it, mode invariant refuses it by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ for part in PARTS:
     model = step0_model.build(layout, torch.bfloat16, getattr(layer_specs, f"local_layer_with_deterministic_{part}"))
     ours = {n.split("layers.0.")[1] for n, m in model.named_modules()
             if "layers.0." in n and type(m).__module__.startswith("megatron_plugins")}
-    outer = [type(m).__name__ for m in (model.embedding.word_embeddings, model.output_layer, model.decoder.final_layernorm)]
+    outer = (model.embedding.word_embeddings, model.output_layer, model.decoder.final_layernorm)
+    outer = [type(module).__name__ for module in outer]
     try:
         losses = []
         for _ in range(2):
@@ -58,7 +59,8 @@ try:
     layer_specs.get_gpt_layer_spec_with("ffn", base="te")
 except NotCoveredError as error:
     refused.append(str(error))
-block = layer_specs.get_deterministic_gpt_decoder_block_spec(step0_model.config_for(layout, torch.bfloat16), True, vp_stage=None)
+config = step0_model.config_for(layout, torch.bfloat16)
+block = layer_specs.get_deterministic_gpt_decoder_block_spec(config, True, vp_stage=None)
 said["block"] = [len(block.layer_specs), block.layer_norm.__name__]
 said["refused"] = refused
 print(json.dumps(said))
