@@ -125,7 +125,7 @@ def norm_if_configured(norm: Any) -> Any:
     """A q/k-norm for spec objects that exist before the config: `norm` where it asks for one, else an identity."""
 
     class QKNormIfConfigured:
-        def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:  # type: ignore[misc]
+        def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
             from megatron.core.transformer.spec_utils import build_module
 
             if not config.qk_layernorm:

@@ -51,5 +51,5 @@ def activation_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
             "gated. GELU by the error function has none: take its tanh form (fast_gelu), or --swiglu."
         )
     if name == "silu" and config.gated_linear_unit:
-        return SwiGLU.apply  # type: ignore[no-any-return]
-    return lambda x: Activate.apply(x, name, bool(config.gated_linear_unit))  # type: ignore[no-any-return]
+        return SwiGLU.apply
+    return lambda x: Activate.apply(x, name, bool(config.gated_linear_unit))
