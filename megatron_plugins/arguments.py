@@ -17,6 +17,12 @@ from te_overrides.kernels.cross_entropy.reference import VOCABULARY_UNIT
 
 SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
 """Megatron's ``--spec``: module and attribute."""
+WHOLE = (
+    "deterministic_gpt_layer_spec",
+    "deterministic_gpt_layer_spec_two_lane",
+    "deterministic_gpt_layer_spec_with_te_names",
+)
+"""Specs of that module in which every part of a layer is deterministic."""
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -58,6 +64,12 @@ def apply_flag(args: argparse.Namespace, armed: str) -> None:
             f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec's modules keep "
             f"their own arithmetic. Drop --spec (then {' '.join(SPEC)} is used), or run with "
             f"--deterministic-rocm=stable."
+        )
+    elif spec[0] == SPEC[0] and spec[1] not in WHOLE:
+        raise NotCoveredError(
+            f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec makes a part of a layer "
+            f"deterministic, the promise is for the whole. Take one of {', '.join(WHOLE)}, or run with "
+            "--deterministic-rocm=stable."
         )
 
 

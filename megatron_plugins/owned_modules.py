@@ -23,6 +23,14 @@ EXACT = {
     "torch.nn.modules.dropout.Dropout": "probability 0 (checked)",
 }
 
+WHY_NOT = {
+    "apex.": "apex's fused norms sum their weight's gradient in an order of their own",
+    "megatron.core.fusions.fused_layer_norm.": "apex's LayerNorm, whose weight's gradient has an order of its own",
+    "transformer_engine.": "TransformerEngine reduces in an order that follows the layout",
+    "megatron.core.extensions.transformer_engine.": "TransformerEngine reduces in an order that follows the layout",
+}
+"""Prefix of a class that is often found -> why nobody answers for it."""
+
 
 def class_name(module: Any) -> str:
     """Module path and name of an instance's class."""
@@ -38,5 +46,6 @@ def foreign_modules(model: Any) -> list[str]:
             continue
         if name in CONTAINERS or (name in EXACT and not getattr(module, "p", 0.0)):
             continue
-        found.append(f"{path or 'model'} ({name})")
+        why = next((f": {reason}" for prefix, reason in WHY_NOT.items() if name.startswith(prefix)), "")
+        found.append(f"{path or 'model'} ({name}{why})")
     return found

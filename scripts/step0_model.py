@@ -23,6 +23,8 @@ HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, LAYERS = 8, 4, 16, 64, 192, 2
 VOCABULARY = 1024
 SEQUENCE, BATCH, MICRO_BATCHES = 128, 2, 3
 INITIAL_SEED = 1234
+GATED = True
+"""Whether the first projection of the MLP is packed ``[gate; up]``, each half cut over ranks."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ def _shard(name: str, full: torch.Tensor, like: torch.Tensor, tp: int, rank: int
     """This rank's part of a full tensor: cut along the one dimension that is shorter here."""
     for dim in range(full.dim()):
         if full.shape[dim] != like.shape[dim]:
-            if "linear_fc1" in name:  # [gate; up]: each half is cut
+            if GATED and "linear_fc1" in name:
                 return torch.cat([half.chunk(tp, dim)[rank] for half in full.chunk(2, dim)], dim)
             return full.chunk(tp, dim)[rank]
     return full
 
 
 def _unshard(name: str, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    if "linear_fc1" in name:
+    if GATED and "linear_fc1" in name:
         halves = [part.chunk(2, dim) for part in parts]
         return torch.cat([h[0] for h in halves] + [h[1] for h in halves], dim)
     return torch.cat(parts, dim)

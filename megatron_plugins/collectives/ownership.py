@@ -7,20 +7,23 @@ TP) are exact in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
 from te_overrides.kernels.collectives.reference import (
-    all_reduce,
+    Sum,
     exchange_columns,
-    gather_first_dim,
     owned,
-    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
 )
-from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.collectives.transport import all_gather, group_size, start_all_gather
 from te_overrides.kernels.embedding.reference import embedding_gradient
 from te_overrides.kernels.gemm.ops import one_lane
-from te_overrides.kernels.granules.reference import check_run, granule_partials, sum_granules
+from te_overrides.kernels.granules.ops import granule_partials, sum_granules
+from te_overrides.kernels.granules.reference import check_run
 from te_overrides.kernels.zigzag.reference import to_canonical
 
 
@@ -47,28 +50,43 @@ def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout)
     return owned(rows, own, grad.shape[-1], dim=0)
 
 
+def check_granules(positions: int, layout: ParallelLayout, *, tokens_over_tp: bool) -> None:
+    """The tokens held here must be whole granules wherever ranks share tokens.
+
+    Args:
+        positions: held by this rank.
+        tokens_over_tp: the positions of a CP rank are split over TP (sequence parallelism).
+
+    Raises:
+        GranuleError: a run of positions that is no multiple of 16 although ranks share the tokens.
+    """
+    whole = positions * (layout.tp_size if tokens_over_tp else 1)
+    shared = layout.cp_size > 1 or (tokens_over_tp and layout.tp_size > 1)
+    check_run(_runs(layout, whole), shared, "vector gradient")
+
+
+def bias_gradient(grad: torch.Tensor, layout: ParallelLayout, *, tokens_over_tp: bool) -> torch.Tensor:
+    """Gradient of a bias: `grad` [s, B, C], summed over the tokens as `vector_gradient` does."""
+    check_granules(grad.shape[0], layout, tokens_over_tp=tokens_over_tp)
+    return vector_gradient(granule_partials(grad), layout, tokens_over_tp=tokens_over_tp)
+
+
 def vector_gradient(
-    terms: torch.Tensor, layout: ParallelLayout, *, tokens_over_tp: bool, heads_over_tp: bool = False
+    partials: torch.Tensor, layout: ParallelLayout, *, tokens_over_tp: bool, heads_over_tp: bool = False
 ) -> torch.Tensor:
     """Gradient of a vector parameter: granule partials, exchanged by columns, one balanced tree.
 
     Args:
-        terms: [s, B, C] float32, or [s, B, groups, heads of a group, C] for q/k-norm; s the positions held here.
+        partials: [granules, B, C] float32, or [granules, B, groups, C] for q/k-norm, of the positions held here
+            (`check_granules`).
         tokens_over_tp: the positions of a CP rank are split over TP (sequence parallelism).
         heads_over_tp: KV groups are split over TP (q/k-norm).
 
     Returns:
         [C] float32, columns of other ranks +0. TP ranks own columns too where something is split over TP; elsewhere
         every TP rank computes the same sum.
-
-    Raises:
-        GranuleError: a run of positions that is no multiple of 16 although ranks share the tokens.
     """
-    positions = terms.shape[0] * (layout.tp_size if tokens_over_tp else 1)
-    shared = layout.cp_size > 1 or (tokens_over_tp and layout.tp_size > 1)
-    check_run(_runs(layout, positions), shared, "vector gradient")
-    columns = terms.shape[-1]
-    partials = granule_partials(terms)  # [granules, B, (groups,) C]
+    columns = partials.shape[-1]
     start, width = 0, columns
     if (tokens_over_tp or heads_over_tp) and layout.tp_size > 1:
         pieces, cut = exchange_columns(partials, layout.tp_group)
@@ -101,11 +119,25 @@ def embedding_weight_gradient(
     return owned(embedding_gradient(flat_ids, canonical_tokens(all_grad), rows), own, grad.shape[-1])
 
 
+def start_gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> Callable[[], torch.Tensor]:
+    """`gather_tokens` that returns at once: what it returns waits for the tokens. `x` must not be written before."""
+    if group_size(layout.sp_group) == 1:
+        return lambda: x
+    moving = start_all_gather(x, layout.sp_group)
+    return lambda: torch.cat(moving.wait(), dim=0)
+
+
 def gather_tokens(x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
     """[s / TP, B, C] to [s, B, C] under sequence parallelism; anything else unchanged."""
-    return gather_first_dim(x, layout.sp_group)
+    return start_gather_tokens(x, layout)()
+
+
+def start_sum_over_tp(partial: torch.Tensor, layout: ParallelLayout, scatter: bool) -> Sum:
+    """`sum_over_tp` that returns at once; `partial` must not be written before the wait."""
+    start = start_reduce_scatter if scatter else start_all_reduce
+    return start(partial, layout.tp_group)
 
 
 def sum_over_tp(partial: torch.Tensor, layout: ParallelLayout, scatter: bool) -> torch.Tensor:
     """The upper levels of the tree over TP: this rank's share of the tokens (dim 0) if `scatter`, else everything."""
-    return reduce_scatter(partial, layout.tp_group) if scatter else all_reduce(partial, layout.tp_group)
+    return start_sum_over_tp(partial, layout, scatter).wait()

@@ -13,12 +13,15 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_plugins.collectives.ownership import (
+    bias_gradient,
     gather_tokens,
+    start_gather_tokens,
     sum_over_tp,
-    vector_gradient,
 )
 from megatron_plugins.modules.gradient_accumulation import deliver_weight_gradient, rounded
 from megatron_plugins.modules.guard import require_supported
+from megatron_plugins.modules.input_gradient import start_input_gradient
+from megatron_plugins.modules.norm import DeterministicRMSNorm, rmsnorm_of
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
@@ -34,10 +37,11 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, segments: int, fused: bool
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layout: ParallelLayout, segments: int, two_lane: bool,
+        fused: bool,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.layout, ctx.segments, ctx.fused = layout, segments, fused
+        ctx.layout, ctx.segments, ctx.two_lane, ctx.fused = layout, segments, two_lane, fused
         full = gather_tokens(x, layout)
         return one_lane(_flat(full), weight).view(*full.shape[:-1], weight.shape[0])
 
@@ -47,15 +51,16 @@ class _ColumnParallel(torch.autograd.Function):
         layout: ParallelLayout = ctx.layout
         (grad,) = grads
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            rows, segments = weight.shape[0], ctx.segments
-            partial = lane_tree(
-                _flat(grad), weight.t(), tp_size=layout.tp_size, segments=[rows // segments] * segments
-            ).view(*grad.shape[:-1], weight.shape[1])
-            dx = sum_over_tp(partial, layout, layout.sequence_parallel)
+        # Tokens for dW travel while dX is computed, dX's sum while dW is.
         if ctx.needs_input_grad[1]:
-            dw = deliver_weight_gradient(weight, gather_tokens(x, layout), grad, layout, ctx.fused)
-        return dx, dw, None, None, None
+            gathered = start_gather_tokens(x, layout)
+        if ctx.needs_input_grad[0]:
+            reduced = start_input_gradient(grad, weight, layout, ctx.segments, ctx.two_lane)
+        if ctx.needs_input_grad[1]:
+            dw = deliver_weight_gradient(weight, gathered(), grad, layout, ctx.fused)
+        if ctx.needs_input_grad[0]:
+            dx = reduced()
+        return dx, dw, None, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -101,10 +106,8 @@ class BiasAdd(torch.autograd.Function):
         (grad,) = grads
         dbias = None
         if ctx.needs_input_grad[1]:
-            terms = grad.to(torch.float32)
-            dbias = rounded(
-                vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.tokens_over_tp), ctx.bias_dtype
-            )
+            total = bias_gradient(grad, ctx.layout, tokens_over_tp=ctx.tokens_over_tp)
+            dbias = rounded(total, ctx.bias_dtype)
         return grad, dbias, None, None
 
 
@@ -127,6 +130,8 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
 
     gradient_segments = 1
     """Packed parts of the output rows: 2 for ``[gate; up]`` (set by the MLP that knows)."""
+    two_lane_gradient = False
+    """Whether the parts' input gradients are reduced one by one (set by the MLP that was chosen for it)."""
 
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
@@ -140,6 +145,10 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         """
         require_supported(self.config, is_expert=self.is_expert)
         self.layout = layout_of(self.config, self.tp_group)
+
+    def _before(self, input_: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with the weight."""
+        return input_
 
     @eager_only
     def forward(
@@ -159,14 +168,32 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
                 "allocates none."
             )
         out = _ColumnParallel.apply(
-            input_, weight, self.layout, self.gradient_segments, self.config.gradient_accumulation_fusion
-        )
+            self._before(input_), weight, self.layout, self.gradient_segments, self.two_lane_gradient,
+            self.config.gradient_accumulation_fusion,
+        )  # fmt: skip
         if self.bias is not None and not self.skip_bias_add:
             out = BiasAdd.apply(out, self.bias, self.layout, False)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.layout.tp_size > 1:
             out = _GatherColumns.apply(out, self.layout)
         return out, (self.bias if self.skip_bias_add else None)
+
+
+class DeterministicLayerNormColumnParallelLinear(DeterministicColumnParallelLinear):
+    """RMSNorm, then the column-parallel linear: one module with the parameter names of TransformerEngine's.
+
+    Built as Megatron builds ``TELayerNormColumnParallelLinear``; checkpoints of the two are interchangeable. The bits
+    are those of a `DeterministicRMSNorm` in front of a `DeterministicColumnParallelLinear`.
+    """
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        norm = DeterministicRMSNorm(self.config, input_size, self.config.layernorm_epsilon)
+        # Held as a parameter of this module, so that it has TransformerEngine's name; the norm is a function of it.
+        self.layer_norm_weight = norm.weight
+
+    def _before(self, input_: torch.Tensor) -> torch.Tensor:
+        return rmsnorm_of(input_, self.layer_norm_weight, self.config, self.layout)
 
 
 class DeterministicRowParallelLinear(RowParallelLinear):

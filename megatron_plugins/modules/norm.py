@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_plugins.collectives.ownership import vector_gradient
+from megatron_plugins.collectives.ownership import check_granules, vector_gradient
 from megatron_plugins.modules.gradient_accumulation import deliver
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.rmsnorm.reference import rmsnorm, rmsnorm_backward
+from te_overrides.kernels.rmsnorm.ops import rmsnorm, rmsnorm_backward_partials
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,17 +34,24 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dx, terms = rmsnorm_backward(grads[0], x, weight, rstd, ctx.zero_centered)
+        layout: ParallelLayout = ctx.layout
+        over_heads = ctx.groups is not None
+        tokens_over_tp = layout.sequence_parallel and not over_heads
+        if ctx.needs_input_grad[1]:
+            check_granules(x.shape[0], layout, tokens_over_tp=tokens_over_tp)
+        # One pass over the rows leaves both; a frozen weight's partials are dropped.
+        dx, partials = rmsnorm_backward_partials(grads[0], x, weight, rstd, ctx.zero_centered, ctx.groups)
         dweight = None
         if ctx.needs_input_grad[1]:
-            if ctx.groups is None:
-                total = vector_gradient(terms, ctx.layout, tokens_over_tp=ctx.layout.sequence_parallel)
-            else:
-                s, b, heads, d = terms.shape
-                by_group = terms.view(s, b, ctx.groups, heads // ctx.groups, d)
-                total = vector_gradient(by_group, ctx.layout, tokens_over_tp=False, heads_over_tp=True)
+            total = vector_gradient(partials, layout, tokens_over_tp=tokens_over_tp, heads_over_tp=over_heads)
             dweight = deliver(weight, total, fused=False)
         return dx, dweight, None, None, None, None
+
+
+def rmsnorm_of(x: torch.Tensor, weight: torch.Tensor, config: Any, layout: ParallelLayout) -> torch.Tensor:
+    """RMSNorm of [s, B, H] by a weight that another module holds."""
+    zero_centered = bool(config.layernorm_zero_centered_gamma)
+    return _RMSNorm.apply(x, weight, config.layernorm_epsilon, zero_centered, layout, None)  # type: ignore[no-any-return]
 
 
 class DeterministicRMSNorm(torch.nn.Module):

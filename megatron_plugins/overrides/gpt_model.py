@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import patches
 from patches import override
 
 
@@ -25,7 +26,7 @@ from patches import override
     target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
     modes=("stable", "invariant"),
     why="embedding and output layer lie outside the layer spec and reduce in an order that depends on the layout",
-    how="after construction, a model of deterministic layers gets deterministic embedding and output layer classes",
+    how="in mode invariant a model of deterministic layers gets deterministic embedding and output layer classes",
     retire_when="embedding and output layer can be chosen through a spec",
     evidence="docs/operations.md",
     distribution="megatron-core",
@@ -39,7 +40,7 @@ def build(original: Callable[..., None]) -> Callable[..., None]:
         from megatron_plugins.modules.outer_parts import take_over_outer_parts
         from megatron_plugins.modules.ownership_of_specs import is_deterministic_block
 
-        if is_deterministic_block(self.decoder):
+        if patches.armed_mode() == "invariant" and is_deterministic_block(self.decoder):
             take_over_outer_parts(self)
         # A model that is not ours gets the gate as well: in mode invariant it is refused there, by name.
         self.register_forward_pre_hook(before_first_forward)

@@ -31,7 +31,7 @@ from patches.errors import NotCoveredError
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
     from te_overrides.kernels.eager import eager_only
-    from te_overrides.kernels.rope.reference import Rope
+    from te_overrides.kernels.rope.ops import rope
 
     @eager_only
     def _apply_rotary_pos_emb_bshd(
@@ -47,6 +47,6 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
                 "RoPE of multi-latent attention was called: its channel order is not part of the contract yet. "
                 "Use grouped-query attention, or run without --deterministic-rocm."
             )
-        return Rope.apply(t, freqs, rotary_interleaved, mscale)
+        return rope(t, freqs, rotary_interleaved, mscale)
 
     return _apply_rotary_pos_emb_bshd

@@ -161,6 +161,15 @@ def options(threads: int) -> dict[str, Any]:
     return {"num_warps": threads // threads_of_a_warp(), "num_stages": 1, "enable_fp_fusion": False}
 
 
+@functools.cache
+def rounds_natively(function: Any) -> bool:
+    """Whether a kernel may leave roundings to 16 bits to the GPU: NVIDIA's `cvt.rn` is round to nearest even.
+
+    Not in Triton's interpreter, which truncates, and not on AMD, where the integers are what the audit has proved.
+    """
+    return isinstance(function, triton.JITFunction) and not torch.version.hip
+
+
 def entry_options(entry: Any, hip: bool) -> dict[str, Any]:
     """Compiler options of a launch table's entry; all written out, none tuned at run time."""
     common: dict[str, Any] = {"num_warps": entry.num_warps, "num_stages": entry.num_stages}

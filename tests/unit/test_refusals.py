@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_plugins.arguments import ARGUMENT_RULES, add_flag, apply_flag, check_arguments
+from megatron_plugins.arguments import ARGUMENT_RULES, SPEC, WHOLE, add_flag, apply_flag, check_arguments
 from megatron_plugins.env_contract import VARIABLES, violations
 from megatron_plugins.refusals import RULES, refusals
 from patches.errors import NotCoveredError
@@ -129,6 +129,13 @@ def test_the_flag_selects_the_spec_only_where_the_user_gave_none() -> None:
         apply_flag(argparse.Namespace(deterministic_rocm=None, spec=["mine", "spec"]), "invariant")
     with pytest.raises(NotCoveredError, match="--deterministic-rocm=stable.*armed as 'invariant'"):
         apply_flag(argparse.Namespace(deterministic_rocm="stable", spec=None), "invariant")
+    part = argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], "local_layer_with_deterministic_ffn"])
+    with pytest.raises(NotCoveredError, match="deterministic_ffn.*the promise is for the whole.*stable"):
+        apply_flag(part, "invariant")
+    part.deterministic_rocm = "stable"
+    apply_flag(part, "stable")
+    for name in WHOLE:
+        apply_flag(argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], name]), "invariant")
 
 
 def test_environment_variables_are_judged_not_set() -> None:
@@ -146,8 +153,8 @@ def test_environment_variables_are_judged_not_set() -> None:
     assert len({v.name for v in VARIABLES}) == len(VARIABLES)
 
 
-@pytest.mark.parametrize("mode", ["", "stable"])
-def test_an_unarmed_or_stable_process_cannot_build_a_deterministic_module(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["", "stable", "invariant"])
+def test_an_unarmed_process_cannot_build_a_deterministic_module(mode: str) -> None:
     program = """
 import sys, patches.auto
 from types import SimpleNamespace
@@ -155,6 +162,8 @@ from patches.errors import NotCoveredError
 from megatron_plugins.modules.guard import require_supported
 try:
     require_supported(SimpleNamespace())
+    print("covered")
+    require_supported(SimpleNamespace(fp8="hybrid"))
 except NotCoveredError as error:
     print(error)
 """
@@ -166,4 +175,7 @@ except NotCoveredError as error:
         text=True,
         check=True,
     )
-    assert (mode or "not armed") in done.stdout and "DETERMINISTIC_ROCM=invariant" in done.stdout
+    if mode:
+        assert done.stdout.startswith("covered\n") and "fp8='hybrid'" in done.stdout
+    else:
+        assert "not armed" in done.stdout and "DETERMINISTIC_ROCM=invariant" in done.stdout

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.collectives.transport import (
-    all_gather,
     all_to_all,
     group_rank,
     group_size,
@@ -224,11 +223,6 @@ def reduce_scatter(
         DisagreementError: ranks that call with other shapes, dtypes or operations.
     """
     return start_reduce_scatter(x, group, wide=wide, out=out).wait()
-
-
-def gather_first_dim(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Concatenation along dim 0 in rank order."""
-    return x if group_size(group) == 1 else torch.cat(all_gather(x, group), dim=0)
 
 
 def even_cuts(size: int, parts: int) -> list[slice]:

@@ -40,8 +40,8 @@ def granule_partials(terms: torch.Tensor) -> torch.Tensor:
     """Chain inside every granule.
 
     Args:
-        terms: [S, B, *inner, C] float32, positions ascending along dim 0. `inner` is empty, or (groups, heads) for
-            q/k-norm: then the chain runs token by token and head by head inside a token.
+        terms: [S, B, *inner, C] float32, or 16 bits, which are widened; positions ascending along dim 0. `inner` is
+            empty, or (groups, heads) for q/k-norm: then the chain runs token by token and head by head inside a token.
 
     Returns:
         [ceil(S / 16), B, C] or [ceil(S / 16), B, groups, C] float32.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from te_overrides.kernels.rmsnorm.forward_kernel import effective_weight
-from te_overrides.kernels.rounding.kernel import rounded
+from te_overrides.kernels.rounding.kernel import stored
 from te_overrides.kernels.tree.kernel import tree_of_rows
 
 
@@ -34,7 +34,7 @@ def backward_kernel(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, grad_residual_ptr, dx_ptr, partial_ptr,
     positions, inners, grad_stride, x_stride, grad_residual_stride,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr, CHAINS: tl.constexpr, HEADS: tl.constexpr, GRANULE: tl.constexpr,
-    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """grad, x [positions * inners * HEADS, COLUMNS] with row strides, rstd a row -> dx contiguous, partials.
 
@@ -69,12 +69,12 @@ def backward_kernel(
             products = tl.where(column_inside, products, -0.0)
         # The compiler may divide in float32, correctly rounded: that is the same number.
         mean = (tree_of_rows(products, LEVELS).to(tl.float64) / COLUMNS).to(tl.float32)
-        dx = rounded(rstd[:, None] * (weighted - normed * mean[:, None]), DTYPE)
+        dx = stored(rstd[:, None] * (weighted - normed * mean[:, None]), DTYPE, NATIVE)
         if ADD:
             stream = _load(grad_residual_ptr, row, grad_residual_stride, column, mask).to(tl.float32)
-            dx = rounded(dx.to(tl.float32) + stream, DTYPE)
+            dx = stored(dx.to(tl.float32) + stream, DTYPE, NATIVE)
         tl.store(dx_ptr + (row * COLUMNS)[:, None] + column[None, :], dx, mask=mask)
-        added = sums + grad.to(tl.float32) * rounded(normed, DTYPE).to(tl.float32)
+        added = sums + grad.to(tl.float32) * stored(normed, DTYPE, NATIVE).to(tl.float32)
         sums = tl.where(inside[:, None], added, sums)
         row, inside, mask, grad, x, rstd = next_row, next_inside, next_mask, next_grad, next_x, next_rstd
     chain = granule * inners + tl.program_id(1)
@@ -86,7 +86,7 @@ def backward_kernel(
 def long_rows_kernel(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, grad_residual_ptr, dx_ptr, grad_stride, x_stride, grad_residual_stride,
     COLUMNS: tl.constexpr, PIECE_LEVELS: tl.constexpr, MORE_LEVELS: tl.constexpr, ADD: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """dx of a row, in 2^MORE_LEVELS pieces of 2^PIECE_LEVELS columns: subtrees of the row's tree."""
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
@@ -111,17 +111,17 @@ def long_rows_kernel(
         grad = _load(grad_ptr, row, grad_stride, column, inside).to(tl.float32)
         x = _load(x_ptr, row, x_stride, column, inside).to(tl.float32)
         weighted = grad * effective_weight(weight_ptr, column, COLUMNS, WHOLE, ZERO_CENTERED)[None, :]
-        dx = rounded(rstd * (weighted - (x * rstd) * mean), DTYPE)
+        dx = stored(rstd * (weighted - (x * rstd) * mean), DTYPE, NATIVE)
         if ADD:
             stream = _load(grad_residual_ptr, row, grad_residual_stride, column, inside).to(tl.float32)
-            dx = rounded(dx.to(tl.float32) + stream, DTYPE)
+            dx = stored(dx.to(tl.float32) + stream, DTYPE, NATIVE)
         tl.store(dx_ptr + (row * COLUMNS)[:, None] + column[None, :], dx, mask=inside)
 
 
 @triton.jit
 def partials_kernel(
     grad_ptr, x_ptr, rstd_ptr, partial_ptr, positions, inners, grad_stride, x_stride,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GRANULE: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GRANULE: tl.constexpr, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """The partials alone: programs are granules by inners by blocks of columns."""
     granule = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -135,7 +135,7 @@ def partials_kernel(
         grad = _load(grad_ptr, row, grad_stride, column, mask)
         x = _load(x_ptr, row, x_stride, column, mask)
         normed = x.to(tl.float32) * tl.load(rstd_ptr + row, mask=inside, other=0.0)[:, None]
-        added = sums + grad.to(tl.float32) * rounded(normed, x.dtype).to(tl.float32)
+        added = sums + grad.to(tl.float32) * stored(normed, x.dtype, NATIVE).to(tl.float32)
         sums = tl.where(inside[:, None], added, sums)
     chain = granule * inners + tl.program_id(1)
     tl.store(partial_ptr + (chain * COLUMNS)[:, None] + column[None, :], sums, mask=column_inside)

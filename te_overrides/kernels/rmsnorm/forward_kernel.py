@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from te_overrides.kernels.portable_math.kernel import rsqrt_f64
-from te_overrides.kernels.rounding.kernel import rounded
+from te_overrides.kernels.rounding.kernel import stored
 from te_overrides.kernels.tree.kernel import tree_of_rows
 
 
@@ -46,6 +46,7 @@ def forward_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, rstd_ptr,
     rows, x_stride, residual_stride, epsilon_bits,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     """x, residual [rows, COLUMNS] with row strides -> out, residual_out [rows, COLUMNS] contiguous, rstd [rows].
 
@@ -64,9 +65,9 @@ def forward_kernel(
     value = load_rows(x_ptr, (row * x_stride)[:, None] + column[None, :], inside, WHOLE).to(tl.float32)
     if ADD:
         residual = load_rows(residual_ptr, (row * residual_stride)[:, None] + column[None, :], inside, WHOLE)
-        stored = rounded(value + residual.to(tl.float32), DTYPE)
-        store_rows(residual_out_ptr, at, stored, inside, WHOLE)
-        value = stored.to(tl.float32)
+        summed = stored(value + residual.to(tl.float32), DTYPE, NATIVE)
+        store_rows(residual_out_ptr, at, summed, inside, WHOLE)
+        value = summed.to(tl.float32)
     squares = value * value
     if COLUMNS < 2**LEVELS:
         # -0 is the one number that changes no sum.
@@ -75,6 +76,6 @@ def forward_kernel(
     epsilon = epsilon_bits.to(tl.int64).to(tl.float64, bitcast=True)
     rstd = rsqrt_f64(total / COLUMNS + epsilon).to(tl.float32)
     tl.store(rstd_ptr + row, rstd, mask=row_inside)
-    normed = rounded(value * rstd[:, None], DTYPE).to(tl.float32)
+    normed = stored(value * rstd[:, None], DTYPE, NATIVE).to(tl.float32)
     weight = effective_weight(weight_ptr, column, COLUMNS, COLUMNS == 2**LEVELS, ZERO_CENTERED)
-    store_rows(out_ptr, at, rounded(normed * weight[None, :], DTYPE), inside, WHOLE)
+    store_rows(out_ptr, at, stored(normed * weight[None, :], DTYPE, NATIVE), inside, WHOLE)

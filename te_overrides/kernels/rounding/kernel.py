@@ -45,6 +45,15 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def stored(x, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """`rounded` by the GPU's own conversion where that is one instruction of the same rounding (`rounds_natively`)."""
+    if NATIVE:
+        return x.to(DTYPE)
+    else:
+        return rounded(x, DTYPE)
+
+
+@triton.jit
 def converted(x, DTYPE: tl.constexpr, HIP: tl.constexpr):
     """A float32 product -> DTYPE by the GPU's own conversion, for inner loops, where the integers above cost too much.
 
