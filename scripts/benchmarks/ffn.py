@@ -31,15 +31,11 @@ COMPILING = {"cuda": 12.0, "cpu": 0.5}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu times the references")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default cuda")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="M")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--path-budget-seconds", type=float, default=120.0, help="for the cells of one path together"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results there (scripts/report.py reads them)"
-    )
+    parser.add_argument("--path-budget-seconds", type=float, default=120.0, help="for all cells of a path")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for scripts/report.py")
 
 
 def plan(rows: list[int]) -> list[tuple[int, int, bool]]:
@@ -52,7 +48,7 @@ def path_of(tp: int, backward: bool) -> str:
 
 
 def price(tp: int, rows: int, backward: bool, sizes: dict[str, int], device: str, repeats: int) -> float:
-    """Seconds that a cell is expected to take, by its arithmetic: repeats and three warm-ups of about four functions."""
+    """Seconds that a cell is expected to take, by its arithmetic."""
     work = 3 * max(rows, 128) * sizes["hidden"] * sizes["intermediate"] * (3 if backward else 1) / tp
     return COMPILING[device] + 4 * (repeats + 3) * work / RATE[device]
 

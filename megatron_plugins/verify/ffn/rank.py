@@ -22,7 +22,7 @@ ACCUMULATIONS = ((1, False), (3, False), (3, True))
 
 def column_of_weights(micro_batches: int, fused: bool) -> str:
     """The column of weight gradients after so many micro-batches."""
-    return f"dWeights, {micro_batches} in {'main_grad' if fused else 'grad'}"
+    return f"dW {micro_batches} {'main_grad' if fused else 'grad'}"
 
 
 class Records:
