@@ -88,7 +88,7 @@ def measure(
             cells.append(cell)
             progress.end(name, cell.skipped or f"{cell.ratio():.3f} of {cell.peer}, {cell.mismatched} differ")
     return results.Results(
-        schema=results.SCHEMA, benchmark="ffn", command=shlex.join(["python", *sys.argv]), environment=environment,
+        schema=results.SCHEMA, benchmark="ffn", command=command(args), environment=environment,
         sizes=sizes, planned=[cell.name for cell in cells], cells=cells,
     )  # fmt: skip
 

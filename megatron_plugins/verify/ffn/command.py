@@ -92,11 +92,12 @@ def _run_all(
     report: dict[str, Any] = {
         "check": "ffn", "device": device, "hidden": hidden, "intermediate": intermediate,
         "megatron_core": megatron.core.__version__, "rows": [], "precision": None, "work": [],
+        "library": [],
     }  # fmt: skip
     sizes = (hidden, intermediate, device)
     with (
         ranks.Pool(max((case.mesh.ranks for case in wanted), default=1), device, folder) as pool,
-        Progress("ffn", len(wanted) + len(meshes) + 1, console) as progress,
+        Progress("ffn", len(wanted) + len(meshes) + 1 + (device == "cuda"), console) as progress,
     ):
         report["environment"] = pool.run(1, f"{RANK}:environment", device)[0]
         baselines: dict[tuple[int, str], str] = {}
@@ -112,6 +113,10 @@ def _run_all(
             progress.end(
                 f"work of {mesh.name}", row.get("skipped") or f"{max(row['flops']):,} multiply-adds a rank"
             )
+        if device == "cuda":
+            progress.begin("library products")
+            report["library"] = pool.run(1, f"{RANK}:try_certificates")[0]
+            progress.end("library products", f"{len(report['library'])} certificates tried again")
         progress.begin("errors")
         try:
             report["precision"] = pool.run(1, "megatron_plugins.verify.ffn.precision:errors", 32, *sizes)[0]
@@ -198,6 +203,11 @@ def failures(report: dict[str, Any]) -> list[str]:
                 out.append(
                     f"{row['mesh']}: rank {rank} executes {flops:,} multiply-adds, its share is {row['share']:,}"
                 )
+    for product in report["library"]:
+        if product["was"] and not product["is"]:
+            out.append(
+                f"library product {product['shape']} was certified and is not equal now: {product['why']}"
+            )
     found = report["precision"] or {}
     for name, most in MOST.items():
         if name in found and found[name] > most * found["Qwen3MLP"]:
@@ -251,6 +261,9 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(work)
     if report["precision"] and "skipped" not in report["precision"]:
         _show_errors(report["precision"], console)
+    if report["library"]:
+        equal = sum(product["is"] for product in report["library"])
+        console.print(f"Library products: {len(report['library'])} certificates tried again, {equal} equal.")
     gloo = any(row.get("bytes_over") == "gloo" for row in report["rows"])
     if report["device"] == "cuda" and gloo:
         console.print("Ranks shared a GPU: real processes and kernels, their bytes went over gloo.")
