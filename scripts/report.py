@@ -1,7 +1,7 @@
 """Pages and plots of docs/evidence out of the results of ``scripts/bench.py``: ``python scripts/report.py``.
 
-Reads ``results/bench-*.json`` in the evidence folder, writes ``bench-*.md`` and ``plots/bench-*.svg``. No row is lost: a
-key or a cell that is unknown or missing is an error, every cell of the results is a row of the page, and a row that the
+Reads ``results/bench-*.json`` in the evidence folder, writes ``bench-*.md`` and ``plots/bench-*.svg``. No row is lost:
+a key or a cell that is unknown or missing is an error, every cell of the results is a row of the page, and a row that the
 page on disk has and the new one has not is an error until it is named with ``--drop``.
 """
 

@@ -72,6 +72,12 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(cell.mismatched for cell in ran) else 0 if ran else 2
 
 
+def command(args: argparse.Namespace) -> str:
+    """What was run, without places on this machine."""
+    words = ["FILE" if word == str(args.json) else word for word in sys.argv[1:]]
+    return shlex.join(["python", "scripts/bench.py", *words])
+
+
 def measure(
     args: argparse.Namespace, sizes: dict[str, int], folder: Path, console: Console
 ) -> results.Results:

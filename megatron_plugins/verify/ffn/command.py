@@ -92,7 +92,7 @@ def _run_all(
     report: dict[str, Any] = {
         "check": "ffn", "device": device, "hidden": hidden, "intermediate": intermediate,
         "megatron_core": megatron.core.__version__, "rows": [], "precision": None, "work": [],
-        "library": [],
+        "library": [], "library_not_run": None,
     }  # fmt: skip
     sizes = (hidden, intermediate, device)
     with (
@@ -115,7 +115,10 @@ def _run_all(
             )
         if device == "cuda":
             progress.begin("library products")
-            report["library"] = pool.run(1, f"{RANK}:try_certificates")[0]
+            try:
+                report["library"] = pool.run(1, f"{RANK}:try_certificates")[0]
+            except ranks.WorldError as error:
+                report["library_not_run"] = str(error)[-1500:]
             progress.end("library products", f"{len(report['library'])} certificates tried again")
         progress.begin("errors")
         try:
@@ -225,6 +228,8 @@ def not_run(report: dict[str, Any]) -> list[str]:
         {"case": "errors", **(report["precision"] or {"skipped": "not reached"})},
     ]
     out = [f"{row.get('case') or row['mesh']}: {row['skipped']}" for row in rows if "skipped" in row]
+    if report["library_not_run"]:
+        out.append(f"library products: {report['library_not_run']}")
     return out if report["rows"] else ["no case has such a name", *out]
 
 
