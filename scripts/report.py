@@ -1,8 +1,8 @@
 """Pages and plots of docs/evidence out of the results of ``scripts/bench.py``: ``python scripts/report.py``.
 
 Reads ``results/bench-*.json`` in the evidence folder, writes ``bench-*.md`` and ``plots/bench-*.svg``. No row is lost:
-a key or a cell that is unknown or missing is an error, every cell of the results is a row of the page, and a row that the
-page on disk has and the new one has not is an error until it is named with ``--drop``.
+a key or a cell that is unknown or missing is an error, every cell of the results is a row of the page, and a row that
+only the page on disk has is an error until it is named with ``--drop``.
 """
 
 from __future__ import annotations
@@ -64,8 +64,14 @@ class LostRowError(ValueError):
 
 
 def first_cells(page: str) -> list[str]:
-    """What the rows of a page's tables begin with, headers included."""
-    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
+    """What the rows of a page's tables begin with, headings left out."""
+    lines = page.splitlines()
+    # The line above a table's rule is its heading.
+    rows = [
+        line.split("|")[1].strip()
+        for line, below in zip(lines, [*lines[1:], ""], strict=True)
+        if line.startswith("| ") and not below.startswith("|---")
+    ]
     return [row for row in rows if row]
 
 

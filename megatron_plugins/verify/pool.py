@@ -85,10 +85,14 @@ class Pool(AbstractContextManager["Pool"]):
         device: "cpu" or "cuda".
         folder: for the files over which worlds meet.
         seconds: a world that takes longer is ended.
+        start: "fork" or "spawn"; None takes what the device needs.
     """
 
-    def __init__(self, ranks: int, device: str, folder: Path, seconds: float = 420.0) -> None:
+    def __init__(
+        self, ranks: int, device: str, folder: Path, seconds: float = 420.0, start: str | None = None
+    ) -> None:
         self.ranks, self.device, self.folder, self.seconds = ranks, device, folder, seconds
+        self.start = start or ("fork" if device == "cpu" else "spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._worlds = 0
@@ -99,7 +103,7 @@ class Pool(AbstractContextManager["Pool"]):
         self.close()
 
     def _start(self) -> None:
-        context: Any = multiprocessing.get_context("fork" if self.device == "cpu" else "spawn")
+        context: Any = multiprocessing.get_context(self.start)
         for _ in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self.device), daemon=True)
@@ -132,7 +136,7 @@ class Pool(AbstractContextManager["Pool"]):
             raise WorldError(f"a world of {world} ranks in a pool of {self.ranks}")
         if not self._processes:
             self._start()
-        store = str(self.folder / f"store-{self._worlds}")
+        store = str(self.folder / f"store-{id(self)}-{self._worlds}")
         self._worlds += 1
         for rank in range(world):
             self._pipes[rank].send((function, arguments, rank, world, store))

@@ -106,13 +106,16 @@ def _run_all(
             row = _case(pool, case, sizes, baselines, folder, deadline)
             report["rows"].append(row)
             progress.end(case.name, _line(row))
-        for mesh in meshes:
-            progress.begin(f"work of {mesh.name}")
-            row = _work(pool, mesh, deadline)
-            report["work"].append(row)
-            progress.end(
-                f"work of {mesh.name}", row.get("skipped") or f"{max(row['flops']):,} multiply-adds a rank"
-            )
+        # Work is counted where the references run, so on the host; not forked from a process that has seen a GPU.
+        with ranks.Pool(pool.ranks, "cpu", folder, start=pool.start) as hosts:
+            for mesh in meshes:
+                progress.begin(f"work of {mesh.name}")
+                row = _work(hosts, mesh, deadline)
+                report["work"].append(row)
+                progress.end(
+                    f"work of {mesh.name}",
+                    row.get("skipped") or f"{max(row['flops']):,} multiply-adds a rank",
+                )
         if device == "cuda":
             progress.begin("library products")
             try:
