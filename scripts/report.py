@@ -8,6 +8,7 @@ only the page on disk has is an error until it is named with ``--drop``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def first_cells(page: str) -> list[str]:
     # The line above a table's rule is its heading.
     rows = [
         line.split("|")[1].strip()
-        for line, below in zip(lines, [*lines[1:], ""], strict=True)
+        for line, below in itertools.pairwise([*lines, ""])
         if line.startswith("| ") and not below.startswith("|---")
     ]
     return [row for row in rows if row]
