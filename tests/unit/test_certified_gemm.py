@@ -239,3 +239,12 @@ def test_a_certificate_holds_the_whole_key(tmp_path: Path) -> None:
         "fake GPU",
         "ws=8",
     }
+
+
+def test_the_environment_contract_knows_the_setting() -> None:
+    from megatron_plugins.env_contract import VARIABLES, violations
+
+    (variable,) = [v for v in VARIABLES if v.name == certified.SETTING]
+    assert set(variable.accepted) == {certified.OFF, certified.ON}
+    assert len(violations("invariant", {certified.SETTING: "yes"})) == 1
+    assert violations("invariant", {certified.SETTING: certified.ON}) == []
