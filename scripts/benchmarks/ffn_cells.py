@@ -92,6 +92,22 @@ class Ours:
         return out, dx, ops.gradient(d_packed.t(), x.t(), grad.dtype), d_second
 
 
+def _module(first: torch.Tensor, second: torch.Tensor, world: int) -> Any:
+    """DeterministicMLP with these shards as weights, or None without megatron-core."""
+    if _version("megatron-core") is None:
+        return None
+    from megatron_plugins.verify.ffn import block
+    from megatron_plugins.verify.ffn.plan import Mesh
+
+    mesh = Mesh(world)
+    block.enter(mesh)
+    module = block.build(mesh, first.shape[1], second.shape[1] * world, first.device.type)
+    with torch.no_grad():
+        module.linear_fc1.weight.copy_(first)
+        module.linear_fc2.weight.copy_(second)
+    return module
+
+
 class _Sum(torch.autograd.Function):
     """The library's sum over ranks forward, the identity backward: Megatron's row-parallel pair."""
 
@@ -147,6 +163,21 @@ def measure(
     x, grad = batch[:rows], torch.randn(rows, hidden, device=device).to(torch.bfloat16)
     functions = _backward(ours, theirs, x, grad) if backward else _forward(ours, theirs, first, second, x)
     mismatched, compared = _bits(ours, batch, x, grad, backward)
+    if (module := _module(first, second, world)) is not None:
+        from megatron_plugins.verify.ffn import block
+
+        out, dx = block.training_pass(module, x, grad)
+        wanted = ours.step(x, grad)[:2] if backward else (ours.forward(x), dx)
+        for got, want in zip((out, dx), wanted, strict=True):
+            differ, total, _ = count_mismatches(got, want)
+            mismatched, compared = mismatched + differ, compared + total
+
+        def step() -> None:
+            for weight in module.parameters():
+                weight.grad = None
+            block.training_pass(module, x, grad)
+
+        functions["DeterministicMLP"] = step if backward else lambda: block.forward(module, x)
     with torch.set_grad_enabled(backward):
         # A process group's host calls are not for a graph here.
         if device == "cuda" and not backward and world == 1:
