@@ -52,8 +52,9 @@ def _serve(pipe: Connection, device: str) -> None:
             pipe.send(("done", _one(function, arguments, rank, world, store, device)))
         except BaseException:
             pipe.send(("failed", traceback.format_exc()))
-            # Who asked shows the traceback; a second copy here would run into its tables.
-            raise SystemExit(1) from None
+            # Who asked shows the traceback; multiprocessing's copy of it would run into the tables.
+            sys.stderr = open(os.devnull, "w")
+            raise
 
 
 def _one(function: str, arguments: Any, rank: int, world: int, store: str, device: str) -> Any:
