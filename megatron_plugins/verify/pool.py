@@ -14,12 +14,16 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+GRACE_SECONDS = 2.0
+"""After a rank has failed, the others have this long to speak."""
+LOST_A_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""In the traceback of a rank whose only fault is that another one failed."""
 
 
 class WorldError(RuntimeError):
@@ -151,28 +155,37 @@ class Pool(AbstractContextManager["Pool"]):
 
     def _collect(self, world: int, function: str) -> list[Any]:
         answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
         deadline = time.monotonic() + self.seconds
-        while len(answers) < world:
-            missing: Sequence[int] = [rank for rank in range(world) if rank not in answers]
-            ready = wait(
-                [self._pipes[rank] for rank in missing], timeout=max(deadline - time.monotonic(), 0.0)
-            )
-            if not ready:
+        while waiting := [rank for rank in range(world) if rank not in answers and rank not in failures]:
+            pipes = {self._pipes[rank]: rank for rank in waiting}
+            ready: list[Any] = wait(list(pipes), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready and not failures:
                 raise WorldError(
-                    f"{function}: ranks {missing} of {world} are not done after {self.seconds:.0f} s"
+                    f"{function}: ranks {waiting} of {world} are not done after {self.seconds:.0f} s"
                 )
-            for rank in missing:
-                if self._pipes[rank] not in ready:
-                    continue
-                try:
-                    kind, value = self._pipes[rank].recv()
-                except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(timeout=5)
-                    status = self._processes[rank].exitcode
-                    raise WorldError(
-                        f"{function}: rank {rank} of {world} died without a word, exit status {status}"
-                    ) from None
-                if kind == "failed":
-                    raise WorldError(f"{function}: rank {rank} of {world}:\n{value}")
-                answers[rank] = value
+            if not ready:
+                break
+            for pipe in ready:
+                kind, value = self._answer(pipes[pipe])
+                (answers if kind == "done" else failures)[pipes[pipe]] = value
+            if failures:
+                # Others wait for the one that is gone, or have already noticed; it may still be about to speak.
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            # Who only lost a peer speaks last.
+            order = sorted(
+                failures, key=lambda rank: (any(text in failures[rank] for text in LOST_A_PEER), rank)
+            )
+            raise WorldError(
+                "\n".join(f"{function}: rank {rank} of {world}{failures[rank]}" for rank in order)
+            )
         return [answers[rank] for rank in range(world)]
+
+    def _answer(self, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join(timeout=5)
+            return "failed", f" died without a word, exit status {self._processes[rank].exitcode}"
+        return kind, f":\n{value}" if kind == "failed" else value

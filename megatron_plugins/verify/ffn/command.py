@@ -57,9 +57,18 @@ def run(args: argparse.Namespace) -> int:
         return NOT_RUN
     hidden, intermediate = plan.FULL if device == "cuda" or args.full else plan.SMALL
     hidden, intermediate = args.hidden or hidden, args.intermediate or intermediate
+    wanted = [case for case in plan.cases(args.ranks) if not args.only or args.only in case.name]
+    if not wanted:
+        names = ", ".join(case.name for case in plan.cases(args.ranks))
+        console.print(f"not run: no case has {args.only!r} in its name; there are {names}", markup=False)
+        return NOT_RUN
     with tempfile.TemporaryDirectory(prefix="verify-ffn-", dir=_roomy()) as name:
         ranks.prepare_environment(Path(name))
-        report = _run_all(args, console, Path(name), device, hidden, intermediate)
+        try:
+            report = _run_all(wanted, args.seconds, console, Path(name), device, hidden, intermediate)
+        except ranks.WorldError as error:
+            console.print(f"not run: {error}", markup=False)
+            return NOT_RUN
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     show(report, console)
@@ -77,7 +86,13 @@ def _roomy() -> str | None:
 
 
 def _run_all(
-    args: argparse.Namespace, console: Console, folder: Path, device: str, hidden: int, intermediate: int
+    wanted: list[plan.Case],
+    seconds: float,
+    console: Console,
+    folder: Path,
+    device: str,
+    hidden: int,
+    intermediate: int,
 ) -> dict[str, Any]:
     import patches.auto  # noqa: F401  before megatron is imported
 
@@ -86,8 +101,7 @@ def _run_all(
         import megatron_plugins.verify.ffn.rank  # noqa: F401
     import megatron.core
 
-    deadline = time.monotonic() + args.seconds
-    wanted = [case for case in plan.cases(args.ranks) if not args.only or args.only in case.name]
+    deadline = time.monotonic() + seconds
     meshes = list(dict.fromkeys(case.mesh for case in wanted))
     report: dict[str, Any] = {
         "check": "ffn", "device": device, "hidden": hidden, "intermediate": intermediate,
@@ -96,7 +110,7 @@ def _run_all(
     }  # fmt: skip
     sizes = (hidden, intermediate, device)
     with (
-        ranks.Pool(max((case.mesh.ranks for case in wanted), default=1), device, folder) as pool,
+        ranks.Pool(max(case.mesh.ranks for case in wanted), device, folder) as pool,
         Progress("ffn", len(wanted) + len(meshes) + 1 + (device == "cuda"), console) as progress,
     ):
         report["environment"] = pool.run(1, f"{RANK}:environment", device)[0]
@@ -233,7 +247,7 @@ def not_run(report: dict[str, Any]) -> list[str]:
     out = [f"{row.get('case') or row['mesh']}: {row['skipped']}" for row in rows if "skipped" in row]
     if report["library_not_run"]:
         out.append(f"library products: {report['library_not_run']}")
-    return out if report["rows"] else ["no case has such a name", *out]
+    return out
 
 
 def verdict(report: dict[str, Any]) -> int:
