@@ -48,6 +48,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TE_HIPBLASLT_TUNING_ALGO_COUNT", ("1",), True, BOTH, "size of the set that timing picks from"),
     Variable("ROCBLAS_DEFAULT_ATOMICS_MODE", ("0",), True, BOTH, "rocBLAS may split K with atomics"),
     Variable("RCCL_MSCCL_ENABLE", ("0",), True, BOTH, "MSCCL swaps the reduction algorithm by message size"),
+    Variable(
+        "DETERMINISTIC_ROCM_LIBRARY_GEMM", ("off", "certified"), True, ("invariant",),
+        "whether a library product may serve where it was tested equal to ours; no other value means anything",
+    ),
     Variable("TORCHINDUCTOR_MAX_AUTOTUNE", ("0",), True, BOTH, "picks compiled kernels by timing them"),
 )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""``verify ffn``: the deterministic feed-forward block against itself on one rank, in every layout."""
