@@ -16,6 +16,7 @@ DECLARATIONS = (
     "te_overrides.thd_second_half_lse_correction",
     "te_overrides.thd_out_correction",
     "te_overrides.context_parallel_runtime",
+    "te_overrides.single_rank_attention",
     "te_overrides.before_context_parallel_module",
     "megatron_plugins.overrides.rope",
     "megatron_plugins.overrides.block_final_norm",

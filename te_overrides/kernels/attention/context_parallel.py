@@ -34,18 +34,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from te_overrides.kernels.attention.ops import (
-    attention_dkv,
-    attention_dq,
-    attention_forward,
-    attention_statistics,
-)
 from te_overrides.kernels.attention.gathering import (
     Moving,
     Traffic,
     bound_from_environment,
     one_ahead,
     shares_of,
+)
+from te_overrides.kernels.attention.ops import (
+    attention_dkv,
+    attention_dq,
+    attention_forward,
+    attention_statistics,
 )
 from te_overrides.kernels.attention.ranks import Ranks, cp_rank_of, cp_size_of, levels_of
 from te_overrides.kernels.attention.reference import AttentionError, Mask, check_operands
@@ -235,7 +235,9 @@ class _Plan:
             return
         held = [(s.held.start, s.held.stop, s.length) for s in self.sequences]
         packing = hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest()
-        shapes = " ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (query, key, value), strict=True))
+        shapes = " ".join(
+            f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (query, key, value), strict=True)
+        )
         line = (
             f"attention: {query.dtype} {shapes}, {self.layout}, {len(held)} sequences [{packing}], {self.mask}, "
             f"softmax_scale {self.softmax_scale}, gather_bytes {self.gather_bytes}"
@@ -300,6 +302,8 @@ class _OwnedAttention(torch.autograd.Function):
             at = _heads(share, heads // groups)
             keys, values = (plan.canonical(parts) for parts in moving.take())
             rows, row_lse = attention_forward(query[:, :, at], keys, values, plan.runs, **plan.options)
+            # Let go of this share before the one behind it is put in order.
+            del keys, values
             out.put(at, rows)
             softmax_lse.put(at, row_lse)
         ctx.save_for_backward(query, key, value, out.tensor, softmax_lse.tensor)
@@ -334,7 +338,14 @@ class _OwnedAttention(torch.autograd.Function):
                 dq.put(
                     at,
                     attention_dq(
-                        query[:, :, at], keys, values, grad_out[:, :, at], shift, delta, plan.runs, **plan.options
+                        query[:, :, at],
+                        keys,
+                        values,
+                        grad_out[:, :, at],
+                        shift,
+                        delta,
+                        plan.runs,
+                        **plan.options,
                     ),
                 )
                 del keys, values

@@ -9,7 +9,7 @@ What a rank holds beyond its own rows and results, in units of what one share br
 
     one share           received bytes and the same rows in the order of positions          2
     more                the same, and the share behind it, which is under way               3
-    each share sent     a copy of this rank's part, while it is under way                   1 / ranks
+    each of them        a copy of this rank's part, which was sent                          1 / ranks
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def bound_from_environment() -> int:
     if value is None:
         return DEFAULT_BOUND
     if not value.isdecimal() or int(value) < 1:
-        raise AttentionError(f"{BOUND_VARIABLE}={value!r}: give a whole number of MiB, 1 or more, or unset it")
+        raise AttentionError(
+            f"{BOUND_VARIABLE}={value!r}: give a whole number of MiB, 1 or more, or unset it"
+        )
     return int(value) << 20
 
 
@@ -70,8 +72,8 @@ class Traffic:
         for index, now in enumerate(self.passes):
             last = index + 1 == len(self.passes)
             behind = self.passes[(index + 1) % len(self.passes)] if shares > 1 or not last else 0
-            # While a share is put in order it is held twice; its sent copy is gone, that of the one behind is not.
-            most = max(most, 2 * now + behind + behind // self.ranks)
+            # While a share is put in order it is held twice; what was sent is a copy of this rank's part.
+            most = max(most, 2 * now + behind + (now + behind) // self.ranks)
         return width * most
 
     def shares(self, groups: int, bound: int, overlap: bool) -> int:
@@ -80,7 +82,9 @@ class Traffic:
         Args:
             overlap: take two where there is enough to hide.
         """
-        fewest = 2 if overlap and groups > 1 and self.ranks > 1 and groups * sum(self.passes) >= OVERLAP else 1
+        fewest = (
+            2 if overlap and groups > 1 and self.ranks > 1 and groups * sum(self.passes) >= OVERLAP else 1
+        )
         return next((n for n in range(fewest, groups) if self.peak(groups, n) <= bound), groups)
 
 
