@@ -51,10 +51,11 @@ def compiled(
     dtype: str = "bf16",
     *,
     paged: bool = False,
+    tail: bool = True,
 ) -> Any:
     """One launch as the kernels' callers specialize it: four heads a group, aligned strides."""
     values: dict[str, Any] = {
-        "GROUP": 4, "BRANCH": entry.branch, "D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v),
+        "GROUP": 4, "BRANCH": entry.branch, "TAIL": tail, "D": d, "D_PAD": padded(d), "DV": d_v, "DV_PAD": padded(d_v),
     }  # fmt: skip
     if which == "dkv":
         function = kernel_backward.dkv_kernel
