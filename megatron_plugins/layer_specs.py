@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_plugins.modules.aiter_core_attention import AiterCoreAttention
 from megatron_plugins.modules.core_attention import DeterministicCoreAttention
 from megatron_plugins.modules.linear import DeterministicColumnParallelLinear, DeterministicRowParallelLinear
 from megatron_plugins.modules.mlp import DeterministicMLP
@@ -57,3 +58,13 @@ def get_deterministic_gpt_layer_spec(*_: Any, **__: Any) -> ModuleSpec:
 
 
 deterministic_gpt_layer_spec = get_deterministic_gpt_layer_spec()
+
+
+def get_deterministic_aiter_gpt_layer_spec(*_: Any, **__: Any) -> ModuleSpec:
+    """The same with core attention on AITER's kernels, for AMD; other bits, and never in one run with the former."""
+    spec = get_deterministic_gpt_layer_spec()
+    spec.submodules.self_attention.submodules.core_attention = AiterCoreAttention
+    return spec
+
+
+deterministic_aiter_gpt_layer_spec = get_deterministic_aiter_gpt_layer_spec()

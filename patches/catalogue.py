@@ -23,6 +23,7 @@ DECLARATIONS = (
     "megatron_plugins.overrides.gpt_model",
     "megatron_plugins.overrides.language_model_loss",
     "megatron_plugins.overrides.grad_norm",
+    "megatron_plugins.overrides.paged_inference",
     "megatron_plugins.overrides.megatron_parse_args",
     "megatron_plugins.overrides.megatron_validate_args",
 )

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from te_overrides.kernels.attention.core_in_use import OURS, claim
 from te_overrides.kernels.attention.gathering import (
     Moving,
     Traffic,
@@ -92,6 +93,7 @@ def context_parallel_attention(
         DisagreementError: ranks that mean different attention, naming what each means.
     """
     _check_own_rows(query, key, value)
+    claim(OURS)
     ranks, rows = cp_size_of(cp_group), query.shape[0]
     runs = runs_of_rank(rows * ranks, rows * ranks, ranks, cp_rank_of(cp_group), layout, 0, 0)
     whole = _Sequence(held=slice(0, rows), length=rows * ranks, runs=runs)
@@ -142,6 +144,7 @@ def packed_attention(
         )
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))
     _check_own_rows(query, key, value)
+    claim(OURS)
     sequences = _packed_sequences(
         _boundaries(cu_seqlens, "cu_seqlens"),
         None if cu_seqlens_padded is None else _boundaries(cu_seqlens_padded, "cu_seqlens_padded"),
