@@ -5,8 +5,10 @@ Its arithmetic depends on how many heads and batch rows share a launch, as a lib
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 FORWARD = (
@@ -76,16 +78,25 @@ def write(folder: Path, forward: str | None = FORWARD, backward: str | None = BA
 
 
 def core_over(folder: str, *, read: bool = True) -> Any:
-    """This process's AITER core over the package in `folder`, whose functions count among those that were read."""
+    """This process's AITER core over the package in `folder`, whose functions count among those that were read.
+
+    Returns:
+        `aiter_attention` with its operators given, and `operators`.
+    """
+    from megatron_plugins import aiter_operators
     from patches import fingerprint
     from patches.target import Target
-    from te_overrides import aiter_attention_core as core
+    from te_overrides.kernels.attention.aiter import aiter_attention
 
     sys.path.insert(0, folder)
     if read:
+        module = aiter_operators.MODULE
         text = (Path(folder) / "aiter" / "ops" / "mha.py").read_text()
-        core.SOURCES = {
-            name: (fingerprint.of_source(text, Target.parse(f"{core.MODULE}:{name}")) or "",)
+        aiter_operators.SOURCES = {
+            name: (fingerprint.of_source(text, Target.parse(f"{module}:{name}")) or "",)
             for name in ("mha_fwd", "mha_bwd")
         }
-    return core
+    operators = aiter_operators.operators
+    return SimpleNamespace(
+        aiter_attention=functools.partial(aiter_attention, operators=operators), operators=operators
+    )

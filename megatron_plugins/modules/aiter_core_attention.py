@@ -1,7 +1,8 @@
 """Core attention on AITER's kernels: the same bits at every layout, others than those of this project's kernels.
 
-Selected by its layer spec alone, for a whole model: `te_overrides/aiter_attention_core.py` holds the argument and the
-guards. Pages and packed sequences are refused; inference runs with this project's kernels, in a run of its own.
+Selected by its layer spec alone, for a whole model. `te_overrides/kernels/attention/aiter.py` holds the argument,
+`megatron_plugins/aiter_operators.py` the guards. Pages and packed sequences are refused; inference runs with this
+project's kernels, in a run of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_plugins.aiter_operators import operators
 from megatron_plugins.modules.core_attention import DeterministicCoreAttention
 from patches.errors import NotCoveredError
-from te_overrides.aiter_attention_core import aiter_attention
+from te_overrides.kernels.attention.aiter import aiter_attention
 
 
 class AiterCoreAttention(DeterministicCoreAttention):
@@ -25,6 +27,7 @@ class AiterCoreAttention(DeterministicCoreAttention):
             query,
             key,
             value,
+            operators=operators,
             cp_group=self.layout.cp_group,
             layout=self.layout.cp_layout,
             causal=causal,

@@ -166,11 +166,12 @@ def test_two_ranks_with_two_cores_are_told_what_each_means(tmp_path):
 
 
 def _absent(rank, world_size):
-    from te_overrides import aiter_attention_core as core
+    from megatron_plugins.aiter_operators import operators
+    from te_overrides.kernels.attention.aiter import aiter_attention
 
     x = torch.zeros(4, 1, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(DriftError, match=r"sought aiter\.ops\.mha, found ModuleNotFoundError"):
-        core.aiter_attention(x, x, x)
+        aiter_attention(x, x, x, operators=operators)
 
 
 def test_without_aiter_the_core_says_so():

@@ -136,7 +136,7 @@ def test_decode_over_pages_has_the_bits_of_prefill_and_capability_is_dispatch() 
 
 def _aiter_model(rank: int, world_size: int, folder: str) -> None:
     """A layer's attention on the AITER core, over a real context-parallel group of upstream's parallel_state."""
-    fake_aiter.core_over(folder)
+    aiter_attention = fake_aiter.core_over(folder).aiter_attention
     from megatron_plugins.layer_specs import deterministic_aiter_gpt_layer_spec
     from megatron_plugins.modules.aiter_core_attention import AiterCoreAttention
 
@@ -146,7 +146,6 @@ def _aiter_model(rank: int, world_size: int, folder: str) -> None:
         is AiterCoreAttention
     )
     core.__class__ = AiterCoreAttention
-    from te_overrides.aiter_attention_core import aiter_attention
     from te_overrides.kernels.zigzag.reference import from_canonical
 
     generator = torch.Generator().manual_seed(5)

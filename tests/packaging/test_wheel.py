@@ -59,7 +59,7 @@ def test_the_metadata_says_what_it_needs_and_carries_the_licence(wheel):
             archive.read("deterministic_rocm-0.1.0.dist-info/METADATA").decode()
         )
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra")) == {"audit", "megatron", "te", "gpu", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"audit", "megatron", "te", "gpu", "verify", "dev"}
     needed = metadata.get_all("Requires-Dist")
     assert [line for line in needed if "extra ==" not in line] == []
     assert not any(line.startswith(("torch", "apex")) for line in needed)

@@ -2,17 +2,12 @@
 
 What AITER's kernels add, and in which order, follows from the launch: published measurements find other bits when other
 numbers of heads share one. Here a launch is one unit, one key head of one batch row over its whole sequence
-(`kernels/attention/units.py`), whatever TP, CP, layout and batch are. That needs no assumption about a tile inside the
+(`units.py`), whatever TP, CP, layout and batch are. That needs no assumption about a tile inside the
 kernel, only that equal launches compute equal bits: `deterministic` is passed, and no variant with atomics is called.
 More launches are the price; published figures put it at 6 to 8 times one launch for all heads.
 
-Three guards, all before the first launch:
-
-* the registered torch schema of each operator must start with the arguments that were reviewed, in order. AITER's
-  Python wrappers hide their signature, and everything is passed by position: `sink_size`, inserted in the middle in
-  2025, shifts every argument behind it by one;
-* the source of the two binding functions must be one that was read;
-* one process computes with one core (`kernels/attention/core_in_use.py`).
+Whether the operators are those that were reviewed is asked before the first launch
+(`megatron_plugins/aiter_operators.py`), and one process computes with one core (`core_in_use.py`).
 
 **Not run on an AMD GPU**: what is tested is the guards, the movement, and that launches are equal at every layout.
 Not covered: packed sequences, pages, float32, two levels of groups. Its bits are not those of this project's kernels.
@@ -20,8 +15,7 @@ Not covered: packed sequences, pages, float32, two levels of groups. Its bits ar
 
 from __future__ import annotations
 
-import functools
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from patches import fingerprint
-from patches.errors import DriftError
-from patches.schema import require_prefix
-from patches.target import Target
 from te_overrides.kernels.attention.core_in_use import AITER, claim
 from te_overrides.kernels.attention.reference import AttentionError, Mask, check_operands
 from te_overrides.kernels.attention.units import Units
@@ -41,56 +31,9 @@ from te_overrides.kernels.collectives.transport import group_size
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.zigzag.reference import check_length
 
-MODULE = "aiter.ops.mha"
-OPERATORS = {
-    "aiter::mha_fwd": (
-        "aiter::mha_fwd(Tensor(a0!) q, Tensor(a1!) k, Tensor(a2!) v, float dropout_p, float softmax_scale, "
-        "bool is_causal, SymInt window_size_left, SymInt window_size_right, SymInt sink_size, "
-        "bool return_softmax_lse, bool return_dropout_randval) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-    "aiter::mha_bwd": (
-        "aiter::mha_bwd(Tensor(a0!) dout, Tensor(a1!) q, Tensor(a2!) k, Tensor(a3!) v, Tensor(a4!) out, "
-        "Tensor(a5!) softmax_lse, float dropout_p, float softmax_scale, bool is_causal, SymInt window_size_left, "
-        "SymInt window_size_right, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-}
-"""Operator -> the arguments passed here; what follows them must have defaults. ROCm/aiter 069e9d29 (2026)."""
-SOURCES = {
-    "mha_fwd": ("source:a12634c066a2b1dcf34d418f7f381d2b",),
-    "mha_bwd": ("source:34ad2689beb62ae3aa5e9df580d4fbab",),
-}
-"""Binding function -> fingerprints of its source that were read, ROCm/aiter 069e9d29."""
+Operators = Callable[[], tuple[Any, Any]]
+"""The forward and the backward operator, after whoever gives them has examined them."""
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def operators() -> tuple[Any, Any]:
-    """Forward and backward operator, after both guards.
-
-    Raises:
-        DriftError: AITER is not there, or an operator or its source is not one that was reviewed.
-    """
-    try:
-        importlib.import_module(MODULE)
-    except ImportError as error:
-        raise DriftError(
-            f"the AITER attention core was asked for; sought {MODULE}, found {error!r}. Install ROCm's AITER, or use "
-            "the layer spec with this project's kernels."
-        ) from error
-    for operator, reviewed in OPERATORS.items():
-        require_prefix(operator, reviewed, who="the AITER attention core")
-    file = fingerprint.source_file(MODULE)
-    text = "" if file is None else file.read_text()
-    for name, accepted in SOURCES.items():
-        found = fingerprint.of_source(text, Target.parse(f"{MODULE}:{name}"))
-        if found not in accepted:
-            raise DriftError(
-                f"the AITER attention core calls {MODULE}:{name}. Sought source that was read, {', '.join(accepted)}; "
-                f"found {found or 'no such function'} in {file}. Ways on: (1) read what it does now and add its "
-                "fingerprint to te_overrides/aiter_attention_core.py; (2) install the release that was read; (3) use "
-                "the layer spec with this project's kernels."
-            )
-    return torch.ops.aiter.mha_fwd, torch.ops.aiter.mha_bwd
 
 
 @eager_only
@@ -99,6 +42,7 @@ def aiter_attention(
     key: Tensor,
     value: Tensor,
     *,
+    operators: Operators,
     cp_group: dist.ProcessGroup | None = None,
     layout: str = "zigzag",
     causal: bool = True,
@@ -108,13 +52,13 @@ def aiter_attention(
     """Attention over sequences whose rows a context-parallel group shares, one launch a unit.
 
     Args:
-        as for `context_parallel_attention`; bfloat16 and float16.
+        operators: AITER's `mha_fwd` and `mha_bwd`; asked for before anything else happens.
+        others: as for `context_parallel_attention`; bfloat16 and float16.
 
     Returns:
         out [s_local, b, h, d_v], differentiable, and softmax_lse [b, h, s_local] float32, not differentiable.
 
     Raises:
-        DriftError: an operator that was not reviewed.
         AttentionError: what is not covered, or a process that computes with the other core.
         DisagreementError: ranks that mean different attention.
     """
@@ -129,7 +73,7 @@ def aiter_attention(
             f"cp_group is a {type(cp_group).__name__}: the AITER core exchanges rows for heads inside one process "
             "group; use cp_comm_type p2p, all_gather or a2a."
         )
-    operators()
+    forward, backward = operators()
     claim(AITER)
     ranks = group_size(cp_group)
     check_length(query.shape[0] * ranks, ranks, layout)
@@ -144,7 +88,7 @@ def aiter_attention(
     units = Units(query.shape[1], key.shape[2], cp_group, layout)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    return _UnitAttention.apply(query, key, value, units, (scale, causal, left, right))
+    return _UnitAttention.apply(query, key, value, units, (forward, backward), (scale, causal, left, right))
 
 
 class _UnitAttention(torch.autograd.Function):
@@ -155,9 +99,10 @@ class _UnitAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         units: Units,
+        operators: tuple[Any, Any],
         options: tuple[float, bool, int, int],
     ) -> tuple[Tensor, Tensor]:
-        forward, _ = operators()
+        forward, _ = operators
         q, k, v = (units.whole(x) for x in (query, key, value))
         results = [
             forward(q[at], k[at], v[at], 0.0, *options, 0, True, False)[:2] for at in _each(q.shape[0])
@@ -174,7 +119,7 @@ class _UnitAttention(torch.autograd.Function):
             else q.new_empty(0, per_group, length, dtype=torch.float32)
         )
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.units, ctx.options = units, options
+        ctx.units, ctx.operators, ctx.options = units, operators, options
         rows = units.held(lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).permute(1, 2, 0).contiguous()
         ctx.mark_non_differentiable(rows)
         return units.held(out), rows
@@ -182,7 +127,7 @@ class _UnitAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, backward = operators()
+        _, backward = ctx.operators
         q, k, v, out, lse = ctx.saved_tensors
         grad = ctx.units.whole(grad_out)
         results = [
@@ -192,7 +137,7 @@ class _UnitAttention(torch.autograd.Function):
         empty = [x.new_empty(0, *x.shape[1:]) for x in (q, k, v)]
         whole = [torch.cat(parts) for parts in zip(*results, strict=True)] if results else empty
         dq, dk, dv = (ctx.units.held(x) for x in whole)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
 def _each(count: int) -> list[slice]:

@@ -1,0 +1,26 @@
+"""``python -m megatron_plugins.verify WHAT``: one command a check; exit status 0 equal, 1 a mismatch, 2 not run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+CHECKS = {
+    "attention": ("megatron_plugins.verify.attention.command", "context-parallel attention in every layout"),
+}
+"""Name -> (module with ``add_arguments(parser)`` and ``run(args) -> status``, one line)."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the check that is named."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_plugins.verify", description=__doc__)
+    commands = parser.add_subparsers(dest="check", required=True, metavar="WHAT")
+    for name, (module, line) in CHECKS.items():
+        importlib.import_module(module).add_arguments(commands.add_parser(name, help=line, description=line))
+    args = parser.parse_args(argv)
+    return int(importlib.import_module(CHECKS[args.check][0]).run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
