@@ -6,6 +6,7 @@ gathered to be compared.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +24,9 @@ Parts = Iterator[tuple[str, Tensor, Tensor]]
 PAGE = 16
 
 
+@functools.lru_cache(maxsize=2)
 def operands(shape: Shape, device: str, seed: int = 0) -> list[Tensor]:
-    """query, key, value, grad_out [s, b, h, d] in bfloat16, standard normal."""
+    """query, key, value, grad_out [s, b, h, d] in bfloat16, standard normal; read only."""
     generator = torch.Generator().manual_seed(seed)
     heads = (shape.heads, shape.groups, shape.groups, shape.heads)
     return [
