@@ -169,7 +169,7 @@ class DeterministicCoreAttention(torch.nn.Module):
         """
         if refusal := self.paged_kv_refusal():
             raise NotCoveredError(f"attention over a paged cache in layer {self.layer_number}: {refusal}.")
-        options = {
+        options: dict[str, Any] = {
             "softmax_scale": self.softmax_scale,
             "window": self.window,
             # Layers share the table, and looking at it waits for the device.
