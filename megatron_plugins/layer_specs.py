@@ -31,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megatron_plugins.arguments import WHOLE
+from megatron_plugins.modules.aiter_core_attention import AiterCoreAttention
 from megatron_plugins.modules.core_attention import DeterministicCoreAttention
 from megatron_plugins.modules.linear import (
     DeterministicColumnParallelLinear,
@@ -152,3 +153,13 @@ for _part in PARTS:
     # Norms of TransformerEngine's spec are inside its linears.
     if upstream.HAVE_TE and _part != "norms":
         globals()[f"te_layer_with_deterministic_{_part}"] = _for_any_config(_part, "te")
+
+
+def get_deterministic_aiter_gpt_layer_spec(*_: Any, **__: Any) -> ModuleSpec:
+    """The same with core attention on AITER's kernels, for AMD; other bits, and never in one run with the former."""
+    spec = get_deterministic_gpt_layer_spec()
+    spec.submodules.self_attention.submodules.core_attention = AiterCoreAttention
+    return spec
+
+
+deterministic_aiter_gpt_layer_spec = get_deterministic_aiter_gpt_layer_spec()

@@ -54,6 +54,12 @@ RULES: tuple[Rule, ...] = (
         "drop --tp-comm-overlap",
     ),
     Rule(
+        lambda c: bool(_get(c, "flash_decode")),
+        lambda c: "flash_decode=True",
+        "its fused decoding kernel splits a sequence by batch and length",
+        "drop --flash-decode: static and dynamic batching decode with the bits of prefill",
+    ),
+    Rule(
         lambda c: bool(_get(c, "cpu_offloading")) or bool(_get(c, "defer_embedding_wgrad_compute")),
         lambda c: (
             f"cpu_offloading={_get(c, 'cpu_offloading')}, defer_embedding_wgrad_compute="

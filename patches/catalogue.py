@@ -16,6 +16,7 @@ DECLARATIONS = (
     "te_overrides.thd_second_half_lse_correction",
     "te_overrides.thd_out_correction",
     "te_overrides.context_parallel_runtime",
+    "te_overrides.single_rank_attention",
     "te_overrides.before_context_parallel_module",
     "te_overrides.allreduce",
     "te_overrides.symmetric_all_reduce",
@@ -31,6 +32,7 @@ DECLARATIONS = (
     "megatron_plugins.overrides.linear_reduce_scatter",
     "megatron_plugins.overrides.linear_input_gradient",
     "megatron_plugins.overrides.frozen_linear_input_gradient",
+    "megatron_plugins.overrides.paged_inference",
     "megatron_plugins.overrides.megatron_parse_args",
     "megatron_plugins.overrides.megatron_validate_args",
 )

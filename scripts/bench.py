@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "benchmarks")]
 
 BENCHMARKS = {
     "ffn": "the feed-forward block against transformers' Qwen3MLP",
+    "attention": "attention against cuDNN, flash attention and TransformerEngine",
 }
 """Name of a module in scripts/benchmarks with ``add_arguments(parser)`` and ``run(args) -> status`` -> one line."""
 

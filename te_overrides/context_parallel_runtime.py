@@ -10,10 +10,12 @@ positional parameters since 1.11 and keywords that grow with every version, some
 arguments are bound by name, and each parameter has a rule below; a parameter that no rule knows must keep upstream's
 default. `backends.py` imports the function by name, so it must be replaced the moment its module has executed.
 
-Called only for more than one rank; core attention at CP=1 comes from the layer spec and runs the same code. Tokens lie
-in zigzag order, as TransformerEngine and Megatron cut every batch, for every communication type. `cp_comm_type` and
-the choice of kernel (`use_fused_attention`, `use_flash_attn_3`, `deterministic`) select among upstream's
-implementations and do not enter.
+Called only for more than one rank; at CP=1 core attention comes from the layer spec, or from TransformerEngine's module
+(`single_rank_attention.py`), and runs the same code. Tokens lie in zigzag order, as TransformerEngine and Megatron cut
+every batch, for every communication type: p2p, all_gather, a2a and a2a+p2p all land here with equal bits. The two
+groups of a2a+p2p must form the order of `cp_global_ranks`, and one group must have it; anything else would put rows at
+other positions than upstream's own ring. `cp_comm_type` and the choice of kernel (`use_fused_attention`,
+`use_flash_attn_3`, `deterministic`) select among upstream's implementations and do not enter.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ _REQUIRED = {
 # Read by the replacement.
 _USED = {
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "cp_group",
-    "softmax_scale", "qkv_format", "attn_mask_type", "window_size", "load_balancing_strategy",
+    "cp_global_ranks", "softmax_scale", "qkv_format", "attn_mask_type", "window_size", "load_balancing_strategy",
 }  # fmt: skip
 # They choose among upstream's kernels, streams and transports, or serve features refused above.
 _WITHOUT_EFFECT = {
-    "is_training", "max_seqlen_q", "max_seqlen_kv", "cp_global_ranks", "cp_stream", "cp_comm_type", "deterministic",
+    "is_training", "max_seqlen_q", "max_seqlen_kv", "cp_stream", "cp_comm_type", "deterministic",
     "use_fused_attention", "use_flash_attn_3", "use_flash_attn_4", "fp8_meta", "quantizers", "layer_number",
     # Every packed sequence's padding is told apart by its boundaries, whatever this says.
     "pad_between_seqs",
@@ -74,13 +76,13 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
     def attn_forward_func_with_cp(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        _refuse_what_is_not_covered(bound.arguments, signature)
-        return _attention(bound.arguments)
+        refuse_what_is_not_covered(bound.arguments, signature)
+        return attention(bound.arguments)
 
     return attn_forward_func_with_cp
 
 
-def _refuse_what_is_not_covered(arguments: dict[str, Any], signature: inspect.Signature) -> None:
+def refuse_what_is_not_covered(arguments: dict[str, Any], signature: inspect.Signature) -> None:
     """Raise NotCoveredError for the first argument that the contract does not cover."""
     for name, value in arguments.items():
         if name in _REQUIRED:
@@ -97,13 +99,6 @@ def _refuse_what_is_not_covered(arguments: dict[str, Any], signature: inspect.Si
     strategy = arguments.get("load_balancing_strategy")
     if getattr(strategy, "name", "DUAL_CHUNK_SWAP") != "DUAL_CHUNK_SWAP":
         _refuse(f"load_balancing_strategy={strategy}", "covered: DUAL_CHUNK_SWAP", "leave it at its default")
-    if isinstance(arguments["cp_group"], (list, tuple)):
-        _refuse(
-            f"a hierarchical cp_group of {len(arguments['cp_group'])} groups (cp_comm_type="
-            f"{arguments['cp_comm_type']!r})",
-            "covered: one process group",
-            "use cp_comm_type p2p, all_gather or a2a",
-        )
     qkv_format, mask = arguments["qkv_format"], arguments["attn_mask_type"]
     if qkv_format not in _CAUSAL_OF_MASK:
         _refuse(f"qkv_format={qkv_format!r}", f"covered: {sorted(_CAUSAL_OF_MASK)}", "convert the batch")
@@ -124,20 +119,53 @@ def _refuse_what_is_not_covered(arguments: dict[str, Any], signature: inspect.Si
 
 def _refuse(found: str, rule: str, way_out: str) -> None:
     raise NotCoveredError(
-        f"context-parallel attention was called with {found}; {rule}. Either {way_out}, or run with "
+        f"TransformerEngine's attention was called with {found}; {rule}. Either {way_out}, or run with "
         "--deterministic-rocm=stable, which keeps upstream's runtime."
     )
 
 
-def _attention(arguments: dict[str, Any]) -> Any:
-    """Output in the shape of q with the head dimension of v, contiguous."""
+def _ranks(cp_group: Any, cp_global_ranks: Any) -> Any:
+    """The context-parallel ranks in upstream's order.
+
+    Raises:
+        NotCoveredError: groups whose order is not that of `cp_global_ranks`.
+    """
+    import torch.distributed as dist
+
+    from te_overrides.kernels.attention.ranks import Levels
+    from te_overrides.kernels.attention.reference import AttentionError
+
+    if cp_group is None:
+        return None
+    global_ranks = [int(rank) for rank in cp_global_ranks]
+    if isinstance(cp_group, (list, tuple)):
+        try:
+            return Levels.of(cp_group, global_ranks)
+        except AttentionError as error:
+            raise NotCoveredError(str(error)) from error
+    found = dist.get_process_group_ranks(cp_group)
+    if found != global_ranks:
+        _refuse(
+            f"cp_global_ranks={global_ranks} for a cp_group of the global ranks {found}",
+            "rows are put in order by their rank in the group, so both must name one order",
+            "pass torch.distributed.get_process_group_ranks(cp_group)",
+        )
+    return cp_group
+
+
+def attention(arguments: dict[str, Any]) -> Any:
+    """Output in the shape of q with the head dimension of v, contiguous.
+
+    Args:
+        arguments: those of the entry point by name, defaults included, examined before.
+    """
     from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
 
     q, k, v = (arguments[name] for name in "qkv")
     qkv_format = arguments["qkv_format"]
     window = arguments["window_size"]
     options: dict[str, Any] = {
-        "cp_group": arguments["cp_group"],
+        "cp_group": _ranks(arguments["cp_group"], arguments["cp_global_ranks"]),
         "layout": "zigzag",
         "causal": _CAUSAL_OF_MASK[qkv_format][arguments["attn_mask_type"]],
         "softmax_scale": arguments["softmax_scale"],

@@ -2,10 +2,15 @@
 
 The same code serves every CP degree, one included: TransformerEngine calls its context-parallel runtime only for more
 than one rank, so an override of the runtime alone would leave CP=1 with other arithmetic.
+
+Inference with static batching hands over all cached keys and the last queries; with dynamic batching
+`megatron_plugins/overrides/paged_inference.py` asks `forward_paged`. Both are rows of one attention, so decode has the
+bits of prefill and of training.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -15,6 +20,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.parallel_layout import layout_of
 from patches.errors import NotCoveredError
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
+from te_overrides.kernels.attention.paged import last_rows, paged_attention
 from te_overrides.kernels.eager import eager_only
 
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False}
@@ -86,17 +92,115 @@ class DeterministicCoreAttention(torch.nn.Module):
             raise NotCoveredError("attention_bias was passed: biases are not part of the attention contract.")
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, _CAUSAL[kind])
-        out, _lse = context_parallel_attention(
+        if query.shape[0] != key.shape[0]:
+            return self._static_inference(query, key, value, _CAUSAL[kind])
+        return self._attend(query, key, value, _CAUSAL[kind]).flatten(2)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        """[s, B, heads, d] of a batch whose rows the context-parallel group shares."""
+        return context_parallel_attention(
             query,
             key,
             value,
             cp_group=self.layout.cp_group,
             layout=self.layout.cp_layout,
-            causal=_CAUSAL[kind],
+            causal=causal,
             softmax_scale=self.softmax_scale,
             window=self.window,
-        )
-        return out.reshape(*out.shape[:2], -1)
+        )[0]
+
+    def _static_inference(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    ) -> torch.Tensor:
+        """The last queries of sequences over all their keys: decode, or a chunk of prefill."""
+        # Upstream says that one query sees every key instead of saying causal.
+        if refusal := self.paged_kv_refusal(causal or query.shape[0] == 1):
+            raise NotCoveredError(f"{query.shape[0]} queries over {key.shape[0]} keys: {refusal}.")
+        return last_rows(query, key, value, softmax_scale=self.softmax_scale, window=self.window).flatten(2)
+
+    def paged_kv_refusal(self, causal: bool | None = None) -> str | None:
+        """Why this module does not attend over a cache, in words; None if it does.
+
+        What `supports_paged_kv` declares and what `forward_paged` does are both this answer.
+        """
+        if self.layout.cp_size > 1:
+            return (
+                f"a cache is read at context_parallel_size=1, this model has {self.layout.cp_size}; run inference "
+                "without context parallelism"
+            )
+        if not (_CAUSAL.get(self.attn_mask_type.name, False) if causal is None else causal):
+            return f"a cache is read with a causal mask, this layer has {self.attn_mask_type.name}"
+        return None
+
+    @property
+    def supports_paged_kv(self) -> bool:
+        """Whether `forward_paged` serves this module."""
+        return self.paged_kv_refusal() is None
+
+    @eager_only
+    def forward_paged(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        seqused_k: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the last tokens of each request over its pages, read where they lie; the bits of prefill.
+
+        Args:
+            query: [t, 1, heads, d], tokens of all requests one behind the other.
+            key_cache, value_cache: [pages, page_size, groups, d].
+            block_table: integer [requests, max_pages].
+            seqused_k: integer [requests], keys of each request, those of its new tokens included.
+            cu_seqlens_q: integer [requests + 1], where each request's tokens start; None if all have equally many. It
+                is read on the host.
+
+        Returns:
+            Like `query`.
+
+        Raises:
+            NotCoveredError: what `paged_kv_refusal` names.
+            AttentionError: a table that does not hold the requests.
+        """
+        if refusal := self.paged_kv_refusal():
+            raise NotCoveredError(f"attention over a paged cache in layer {self.layer_number}: {refusal}.")
+        options: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "window": self.window,
+            # Layers share the table, and looking at it waits for the device.
+            "validate": self.layer_number == 1,
+        }
+        requests, tokens = seqused_k.shape[0], query.squeeze(1)
+        if cu_seqlens_q is None:
+            by_request = tokens.unflatten(0, (requests, -1))
+            out, _lse = paged_attention(
+                by_request,
+                key_cache,
+                value_cache,
+                block_table=block_table[:requests],
+                seq_lens=seqused_k,
+                **options,
+            )
+            return out.reshape(query.shape)
+        out = torch.zeros_like(tokens)
+        starts = cu_seqlens_q.tolist()
+        for index, (start, stop) in enumerate(itertools.pairwise(starts[: requests + 1])):
+            if start < stop:
+                one = slice(index, index + 1)
+                out[start:stop] = paged_attention(
+                    tokens[start:stop].unsqueeze(0),
+                    key_cache,
+                    value_cache,
+                    block_table=block_table[one],
+                    seq_lens=seqused_k[one],
+                    **options,
+                )[0].squeeze(0)
+        return out.reshape(query.shape)
 
     def _packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any, causal: bool

@@ -11,6 +11,7 @@ CHECKS = {
         "megatron_plugins.verify.ffn.command",
         "the feed-forward block in every layout, for every number of rows",
     ),
+    "attention": ("megatron_plugins.verify.attention.command", "context-parallel attention in every layout"),
 }
 """Name -> (module with ``add_arguments(parser)`` and ``run(args) -> status``, one line)."""
 

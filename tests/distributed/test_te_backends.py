@@ -2,9 +2,12 @@
 
 `FlashAttention.forward` and `FusedAttention.forward` rearrange their operands, choose keywords that grow with every
 release, call the entry point by the name they imported, and reshape what it returns. All of that runs here unmodified.
+`DotProductAttention` calls none of them at one rank as long as our override stands in its forward.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +16,21 @@ from torch import Tensor
 
 from bits import assert_equal_bits
 from procs import run_ranks
-from te_cpu import backends_forward, ring
+from te_cpu import backends_forward, ring, single_rank
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
 from upstream_wheels import TRANSFORMER_ENGINE, sources
 
 CASES = [(b, f) for b in backends_forward.BACKENDS for f in backends_forward.FORMATS]
 
 
-def _every_case(rank: int, world_size: int) -> dict[tuple[str, str], dict[str, Tensor]]:
+def _every_case(rank: int, world_size: int) -> dict[Any, Any]:
     from te_cpu.armed import backends, context_parallel, te_on_cpu
 
     te_on_cpu.prepare_ring(context_parallel)
-    return {case: backends_forward.run(backends, *case, dist.group.WORLD) for case in CASES}
+    report: dict[Any, Any] = {case: backends_forward.run(backends, *case, dist.group.WORLD) for case in CASES}
+    report["one rank"] = {qkv_format: single_rank.run(qkv_format) for qkv_format in backends_forward.FORMATS}
+    report["refused"] = single_rank.refusals()
+    return report
 
 
 def _on_one_rank(backend: str, qkv_format: str) -> dict[str, Tensor]:
@@ -58,3 +64,11 @@ def test_upstreams_modules_at_two_ranks_give_the_bits_of_one(version: str) -> No
                 got = got.transpose(0, 1) if qkv_format == "sbhd" else got
                 mine = want[name][rows] if qkv_format == "thd" else want[name][:, rows]
                 assert_equal_bits(got, mine, f"TE {version}, {backend}, {qkv_format}, rank {rank}: {name}")
+    for qkv_format in backends_forward.FORMATS:
+        want = _on_one_rank("FusedAttention", qkv_format)
+        for name, got in reports[0]["one rank"][qkv_format].items():
+            got = got.transpose(0, 1) if qkv_format == "sbhd" else got
+            what = f"TE {version}, DotProductAttention at CP=1, {qkv_format}: {name}"
+            assert_equal_bits(got, want[name], what)
+    for (_, _, named), said in zip(single_rank.REFUSED, reports[0]["refused"], strict=True):
+        assert named in said, said

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from patches.errors import NotCoveredError
+from te_overrides import context_parallel_runtime as runtime
+from te_overrides import single_rank_attention as single_rank
 from te_overrides.context_parallel_runtime import build
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention
+from upstream_wheels import TRANSFORMER_ENGINE, sources
 
 
 class Strategy(enum.Enum):
@@ -63,7 +68,10 @@ def _call(**changes: Any) -> Any:
         ({"return_max_logit": True}, "return_max_logit=True"),
         ({"load_balancing_strategy": Strategy.NO_LOAD_BALANCE}, "NO_LOAD_BALANCE"),
         ({"a_parameter_of_tomorrow": 1}, "a_parameter_of_tomorrow=1"),
-        ({"cp_group": [None, None], "cp_comm_type": "a2a+p2p"}, "hierarchical"),
+        (
+            {"cp_group": [None, None, None], "cp_comm_type": "a2a+p2p"},
+            "a hierarchical context-parallel group of 3 levels",
+        ),
         ({"qkv_format": "sbdh"}, "qkv_format='sbdh'"),
         ({"attn_mask_type": "padding_causal"}, "attn_mask_type='padding_causal' with qkv_format='bshd'"),
         ({"attn_mask_type": "causal_bottom_right"}, "causal_bottom_right"),
@@ -81,7 +89,7 @@ def _call(**changes: Any) -> Any:
     ],
 )
 def test_what_the_contract_does_not_cover_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(NotCoveredError, match="way out|Either") as error:
+    with pytest.raises(NotCoveredError, match="Either|are covered") as error:
         _call(**changes)
     assert named in str(error.value)
 
@@ -118,3 +126,26 @@ def test_arguments_reach_the_attention_and_the_output_is_shaped_like_the_query()
 def test_a_missing_argument_is_an_error_of_the_call_as_upstream() -> None:
     with pytest.raises(TypeError, match="missing a required argument"):
         ENTRY(True)
+
+
+@pytest.mark.parametrize("version", TRANSFORMER_ENGINE)
+def test_every_parameter_of_upstreams_entry_points_has_a_rule(version: str) -> None:
+    """Each is read, required to have one value, or said to be without effect; a newer one must keep its default."""
+    folder = sources(version) / "transformer_engine/pytorch/attention/dot_product_attention"
+    entry = _parameters(folder / "context_parallel.py", "attn_forward_func_with_cp")
+    assert entry <= runtime._USED | runtime._WITHOUT_EFFECT | set(runtime._REQUIRED)
+    module = _parameters(folder / "dot_product_attention.py", "forward", "DotProductAttention")
+    # Each of these must keep its default.
+    refused = {
+        "alibi_slopes", "inference_params", "score_mod", "score_mod_bprop", "score_mod_tensors",
+        "score_mod_bprop_tensors", "qkv_layer", "kv_layer", "thd_attention_policies",
+    }  # fmt: skip
+    assert module <= set(single_rank._PASSED) | single_rank._WITHOUT_EFFECT | refused
+
+
+def _parameters(path: Path, function: str, cls: str | None = None) -> set[str]:
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    if cls is not None:
+        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == cls)
+    (found,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return {argument.arg for argument in found.args.args + found.args.kwonlyargs}

@@ -44,6 +44,7 @@ BROKEN = [
     ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2", "dense"),
     ({"hidden_dropout": 0.1}, "hidden_dropout=0.1", "--hidden-dropout 0"),
     ({"tp_comm_overlap": True}, "tp_comm_overlap=True", "--tp-comm-overlap"),
+    ({"flash_decode": True}, "flash_decode=True", "drop --flash-decode"),
     ({"cpu_offloading": True}, "cpu_offloading=True", "switch them off"),
     ({"calculate_per_token_loss": False}, "context_parallel_size=2", "--calculate-per-token-loss"),
     ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size=2", "--tensor-parallel-num-weight-shards"),

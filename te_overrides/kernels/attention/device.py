@@ -56,12 +56,27 @@ def probabilities(s, scale, shift):
 
 
 @triton.jit
-def load_rows(base, offsets, row_ok, d_ok, PADDED: tl.constexpr):
-    """A tile [rows, d] with zeros in place of absent rows and, if PADDED, of columns that only pad."""
-    if PADDED:
-        return tl.load(base + offsets, row_ok[:, None] & d_ok[None, :], 0.0)
+def load_rows(base, offsets, row_ok, d_ok, PADDED: tl.constexpr, TAIL: tl.constexpr = True):
+    """A tile [rows, d], zeros in place of absent rows (TAIL: there may be some) and, if PADDED, of columns that pad."""
+    if TAIL:
+        if PADDED:
+            return tl.load(base + offsets, row_ok[:, None] & d_ok[None, :], 0.0)
+        else:
+            return tl.load(base + offsets, row_ok[:, None], 0.0)
     else:
-        return tl.load(base + offsets, row_ok[:, None], 0.0)
+        if PADDED:
+            return tl.load(base + offsets, d_ok[None, :], 0.0)
+        else:
+            return tl.load(base + offsets)
+
+
+@triton.jit
+def sees_present(queries, keys, present, left, right, TAIL: tl.constexpr):
+    """`sees`, and the key is one of the sequence."""
+    visible = sees(queries, keys, left, right)
+    if TAIL:
+        visible = visible & present
+    return visible
 
 
 @triton.jit

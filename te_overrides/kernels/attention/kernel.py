@@ -5,6 +5,7 @@ Shapes are the reference's: rows first, `[s, b, h, d]`, statistics `[b, h, s]`. 
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -83,7 +84,8 @@ def attention_forward(
         ),
         {
             "GROUP": per_group, "PACK": pack, "PAGED": False,
-            "BRANCH": entry.branch, "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
+            "BRANCH": entry.branch, "TAIL": _has_tail(runs, entry.columns, problem.hip),
+            "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
         },
         options(entry, problem.hip),
     )  # fmt: skip
@@ -148,7 +150,8 @@ def attention_dq(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "BRANCH": entry.branch, "BM": entry.rows, "BN": entry.columns,
+            "GROUP": heads // groups, "BRANCH": entry.branch,
+            "TAIL": _has_tail(runs, entry.columns, problem.hip), "BM": entry.rows, "BN": entry.columns,
             **_columns(d, d_v), "HIP": problem.hip,
         },
         options(entry, problem.hip),
@@ -196,7 +199,8 @@ def attention_dkv(
             s_q, heads, left, right, problem.score_scale, problem.softmax_scale,
         ),
         {
-            "GROUP": heads // groups, "BRANCH": entry.branch, "BK": entry.rows, "BQ": entry.columns,
+            "GROUP": heads // groups, "BRANCH": entry.branch,
+            "TAIL": _has_tail(runs, entry.columns, problem.hip), "BK": entry.rows, "BQ": entry.columns,
             **_columns(d, d_v), "HIP": problem.hip,
         },
         options(entry, problem.hip),
@@ -211,6 +215,12 @@ def _hopper(entries: Entries | None, *operands: torch.Tensor) -> ModuleType | No
     from te_overrides.kernels.attention import hopper
 
     return hopper if hopper.covers(*operands) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _has_tail(runs: tuple[Run, ...], tile: int, hip: bool) -> bool:
+    """Whether a sequence may end inside a tile. Free of bits; on AMD always said so, where one code was certified."""
+    return hip or any(run.length % tile for run in runs)
 
 
 def _columns(d: int, d_v: int) -> dict[str, int]:
@@ -267,7 +277,7 @@ def paged_forward(
             batch * s_q, heads, table.stride(0), page_size, left, right, problem.score_scale,
         ),
         {
-            "GROUP": heads // groups, "PACK": pack, "PAGED": True, "BRANCH": entry.branch,
+            "GROUP": heads // groups, "PACK": pack, "PAGED": True, "BRANCH": entry.branch, "TAIL": True,
             "BM": entry.rows, "BN": entry.columns, **_columns(d, d_v),
         },
         options(entry, problem.hip),

@@ -17,6 +17,7 @@ from te_overrides.kernels.attention.device import (
     positive_zero,
     probabilities,
     sees,
+    sees_present,
 )
 from te_overrides.kernels.rounding.kernel import converted
 
@@ -73,7 +74,7 @@ def dq_kernel(
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dq_s, dq_b, dq_h,
     s_q, heads, left, right,
     scale, softmax_scale,
-    GROUP: tl.constexpr, BRANCH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GROUP: tl.constexpr, BRANCH: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
@@ -108,15 +109,15 @@ def dq_kernel(
         keys = start + n
         present = keys < length
         at = tl.cast(start, tl.int64)
-        key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD)
-        value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD)
+        key = load_rows(k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD, TAIL)
+        value = load_rows(v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD, TAIL)
         p = probabilities(tl.dot(query, key.T), scale, row_shift[:, None])  # [BM, BN]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
-                visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+                visible = sees_present(positions[:, None], keys[None, :], present[None, :], left, right, TAIL)
                 p = tl.where(visible, p, 0.0)
         else:
-            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+            visible = sees_present(positions[:, None], keys[None, :], present[None, :], left, right, TAIL)
             p = tl.where(visible, p, 0.0)
         ds = p * (tl.dot(grad, value.T) - row_delta[:, None])
         acc = tl.dot(converted(ds, key.dtype, HIP), key, acc)
@@ -141,7 +142,7 @@ def dkv_kernel(
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, g_s, g_b, g_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
     s_q, heads, left, right,
     scale, softmax_scale,
-    GROUP: tl.constexpr, BRANCH: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
+    GROUP: tl.constexpr, BRANCH: tl.constexpr, TAIL: tl.constexpr, BK: tl.constexpr, BQ: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     line = work + tl.program_id(0) * 5
@@ -185,15 +186,19 @@ def dkv_kernel(
         # Absent queries load as zeros with a shift of +inf: their p and ds are 0 without a mask.
         query = load_rows(
             q + batch * q_b + head * q_h + at * q_s,
-            m[:, None] * q_s + d[None, :], present, d < D, D != D_PAD,
+            m[:, None] * q_s + d[None, :], present, d < D, D != D_PAD, TAIL,
         )  # fmt: skip
         grad = load_rows(
             grad_out + batch * g_b + head * g_h + at * g_s,
-            m[:, None] * g_s + e[None, :], present, e < DV, DV != DV_PAD,
+            m[:, None] * g_s + e[None, :], present, e < DV, DV != DV_PAD, TAIL,
         )  # fmt: skip
         stat = (batch * heads + head) * s_q + at
-        column_shift = tl.load(shift + stat + m, present, _INF)
-        column_delta = tl.load(delta + stat + m, present, 0.0)
+        if TAIL:
+            column_shift = tl.load(shift + stat + m, present, _INF)
+            column_delta = tl.load(delta + stat + m, present, 0.0)
+        else:
+            column_shift = tl.load(shift + stat + m)
+            column_delta = tl.load(delta + stat + m)
         # Keys are the rows here: what both products contract over, queries, then lies in registers as their left side.
         p = probabilities(tl.dot(key, query.T), scale, column_shift[None, :])  # [BK, BQ]
         if BRANCH:

@@ -17,7 +17,7 @@ from te_overrides.kernels.attention.device import (
     load_rows,
     lse_of,
     positive_zero,
-    sees,
+    sees_present,
     softmax_step,
 )
 
@@ -40,6 +40,7 @@ def forward_kernel(
     PACK: tl.constexpr,  # heads whose rows share a tile: 1, or GROUP
     PAGED: tl.constexpr,
     BRANCH: tl.constexpr,  # whether tiles that every row sees whole skip the mask
+    TAIL: tl.constexpr,  # whether a sequence may end inside a tile
     BM: tl.constexpr, BN: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -84,18 +85,18 @@ def forward_kernel(
         else:
             at = tl.cast(start, tl.int64)
             key = load_rows(
-                k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD
+                k + at * k_s, n[:, None] * k_s + d[None, :], present, d < D, D != D_PAD, TAIL
             )  # [BN, D]
             value = load_rows(
-                v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD
+                v + at * v_s, n[:, None] * v_s + dv[None, :], present, dv < DV, DV != DV_PAD, TAIL
             )  # [BN, DV]
         s = tl.dot(query, key.T)  # [BM, BN]
         if BRANCH:
             if (start < full_low) | (start >= full_high):
-                visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+                visible = sees_present(positions[:, None], keys[None, :], present[None, :], left, right, TAIL)
                 s = tl.where(visible, s, -_INF)
         else:
-            visible = sees(positions[:, None], keys[None, :], left, right) & present[None, :]
+            visible = sees_present(positions[:, None], keys[None, :], present[None, :], left, right, TAIL)
             s = tl.where(visible, s, -_INF)
         p, row_max, row_sum, alpha = softmax_step(s, row_max, row_sum, scale)
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])

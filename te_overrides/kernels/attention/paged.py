@@ -12,8 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from te_overrides.kernels.attention import ops
+from te_overrides.kernels.attention.core_in_use import OURS, claim
 from te_overrides.kernels.attention.ops import kernel_for
 from te_overrides.kernels.attention.reference import AttentionError, Mask, attention_forward
+from te_overrides.kernels.attention.runs import Run
 from te_overrides.kernels.eager import eager_only
 
 
@@ -62,6 +65,7 @@ def paged_attention(
             f"block_table {tuple(block_table.shape)} and seq_lens {tuple(seq_lens.shape)} do not describe the "
             f"{batch} sequences of query {tuple(query.shape)}; give [b, max_pages] and [b]"
         )
+    claim(OURS)
     mask = Mask.of(True, window)
     if validate:
         _require_table(block_table, seq_lens, page_size, key_cache.shape[0])
@@ -87,6 +91,38 @@ def paged_attention(
         )
         out[index], softmax_lse[index] = rows.squeeze(1), row_lse.squeeze(0)
     return out, softmax_lse
+
+
+@eager_only
+@torch.no_grad()
+def last_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """Causal attention of the last positions of sequences over all their keys, contiguous in memory.
+
+    Args:
+        query: [s_q, b, h, d]; row i is at position `s_k - s_q + i`.
+        key, value: [s_k, b, h_kv, d].
+
+    Returns:
+        [s_q, b, h, d_v].
+
+    Raises:
+        AttentionError: more queries than keys; operands or a mask that the contract does not cover.
+    """
+    s_q, s_k = query.shape[0], key.shape[0]
+    if s_q > s_k:
+        raise AttentionError(f"{s_q} queries at the end of {s_k} keys: a query's own key is among them")
+    claim(OURS)
+    runs = (Run(row=0, count=s_q, position=s_k - s_q, origin=0, length=s_k),)
+    return ops.attention_forward(
+        query, key, value, runs, mask=Mask.of(True, window), softmax_scale=softmax_scale
+    )[0]
 
 
 def _require_table(block_table: Tensor, seq_lens: Tensor, page_size: int, pages_in_cache: int) -> None:

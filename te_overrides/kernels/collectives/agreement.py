@@ -14,11 +14,14 @@ import torch.distributed as dist
 WIDTH = 512
 """Bytes of a line, filled up with zeros."""
 
+REMEMBERED = 4096
+"""Lines a group remembers. All are forgotten at once when there are more, which every rank does at the same line."""
+
 _agreed: dict[str, set[str]] = {}
 
 
 class DisagreementError(ValueError):
-    """Ranks of one group were about to add different things."""
+    """Ranks of one group were about to compute different things together."""
 
 
 def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -42,7 +45,9 @@ def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device)
     if len(set(said)) > 1:
         listed = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(said))
         raise DisagreementError(
-            f"the ranks of a group are about to add different things: {listed}. Every rank must call the same "
+            f"the ranks of a group are about to do different things: {listed}. Every rank must call the same "
             "operation with the same shapes and dtypes, in the same order."
         )
+    if len(known) >= REMEMBERED:
+        known.clear()
     known.add(line)

@@ -1,0 +1,82 @@
+"""Do the batch's position ids say what the context-parallel layout says?
+
+Attention, RoPE and the sums over tokens take a row's position from the layout; the batch was cut by somebody else. Cut
+contiguously where zigzag is expected, shapes fit and every answer is wrong (verl#4250, verl#1332, ms-swift#10071,
+radixark/miles#885). Position ids are cut with the tokens, so they are the one witness of it.
+
+What is checked: at a model's first forward and for every new shape, ids as long as the tokens under more than one
+context-parallel rank. Documents may start again anywhere (`reset_position_ids`), also in another rank's rows; so ids
+count upwards inside a chunk, or start at 0, and never exceed the layout's positions. A batch cut contiguously breaks
+that on every rank but the first, which stops the job. What is not checked: batches without ids, ids that were not cut
+with the tokens, and packed batches, whose boundaries attention checks itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_plugins.parallel_layout import ParallelLayout, layout_of
+from te_overrides.kernels.zigzag.reference import rank_positions
+
+
+class PositionMismatchError(RuntimeError):
+    """The tokens of this rank are others than those that the layout gives it."""
+
+
+def first_contradiction(ids: torch.Tensor, positions: torch.Tensor) -> int | None:
+    """The first column of one batch row whose id cannot stand at that position; None if there is none.
+
+    Args:
+        ids: int64 [s] on the CPU, position ids of a rank's tokens.
+        positions: int64 [s] on the CPU, ascending; where the layout puts them.
+    """
+    wrong = ids > positions
+    inside = positions[1:] == positions[:-1] + 1
+    wrong[1:] |= inside & (ids[1:] != ids[:-1] + 1) & (ids[1:] != 0)
+    found = wrong.nonzero()
+    return int(found[0]) if found.numel() else None
+
+
+def require_positions(ids: torch.Tensor, layout: ParallelLayout) -> None:
+    """Verify position ids [b, s_local] of this rank.
+
+    Raises:
+        PositionMismatchError: a row that the layout cannot have given to this rank.
+    """
+    rows = ids.detach().to("cpu", torch.int64)
+    positions = rank_positions(
+        rows.shape[1] * layout.cp_size, layout.cp_size, layout.cp_rank, layout.cp_layout
+    )
+    for index, row in enumerate(rows):
+        column = first_contradiction(row, positions)
+        if column is not None:
+            raise PositionMismatchError(
+                f"batch row {index}, token {column} of context-parallel rank {layout.cp_rank} of {layout.cp_size} has "
+                f"position id {int(row[column])}; the {layout.cp_layout} layout puts position "
+                f"{int(positions[column])} there. Cut tokens, labels, masks and position ids with "
+                "megatron.core.utils.get_batch_on_this_cp_rank; a batch cut contiguously gives wrong answers."
+            )
+
+
+def check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a deterministic GPTModel: `forward(input_ids, position_ids, …)`; cheap for a known shape.
+
+    Raises:
+        PositionMismatchError: as `require_positions`.
+    """
+    ids = args[1] if len(args) > 1 else kwargs.get("position_ids")
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or kwargs.get("packed_seq_params") is not None:
+        return
+    if not isinstance(tokens, torch.Tensor) or ids.shape != tokens.shape:
+        return
+    known: set[torch.Size] = model.__dict__.setdefault("checked_position_shapes", set())
+    if ids.shape in known:
+        return
+    groups = getattr(model, "pg_collection", None) or getattr(model, "model_comm_pgs", None)
+    layout = layout_of(model.config, getattr(groups, "tp", None), getattr(groups, "cp", None))
+    if layout.cp_size > 1:
+        require_positions(ids, layout)
+    known.add(ids.shape)
