@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.collectives.transport import (
+    all_gather,
     all_to_all,
     group_rank,
     group_size,
