@@ -283,7 +283,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.set_title(which)
         axis.tick_params(axis="x", rotation=30)
     axes[0].set_ylabel("a peer's time over ours")
-    axes[0].legend(fontsize=8)
+    if cells:
+        axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import fake_aiter
 from bits import assert_equal_bits
 from procs import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 ARMED: dict[str, Any] = {
     "env": {"DETERMINISTIC_ROCM": "invariant"},
     "imports": ("patches.auto", "megatron.core.models.gpt"),
@@ -44,19 +42,23 @@ def _cache() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[torch.
     return keys, values, table, requests
 
 
-def _attention(cp_size: int = 1, **changes: Any) -> Any:
-    """A self-attention module of a model built with the deterministic spec."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+def _attention(cp_size: int = 1) -> Any:
+    """Upstream's self-attention module as the deterministic spec has it."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
 
-    megatron_on_cpu.install()
-    import step0_engine
-    import step0_model
+    from megatron_plugins.layer_specs import get_deterministic_gpt_layer_spec
 
-    layout = step0_model.Layout("", 1, cp_size, False)
-    step0_model.initialize(layout)
-    model = step0_model.build(layout, torch.bfloat16, step0_engine._spec("deterministic"))
-    return model.decoder.layers[0].self_attention.eval()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * D, ffn_hidden_size=256, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        kv_channels=D, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True, context_parallel_size=cp_size,
+        calculate_per_token_loss=True,
+    )  # fmt: skip
+    spec = get_deterministic_gpt_layer_spec().submodules.self_attention
+    return build_module(spec, config=config, layer_number=1).eval()
 
 
 def _decode(rank: int, world_size: int) -> None:
@@ -67,7 +69,6 @@ def _decode(rank: int, world_size: int) -> None:
 
     module = _attention()
     core = module.core_attention
-    core.softmax_scale = D**-0.5
     keys, values, table, requests = _cache()
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     prefill = [
