@@ -13,6 +13,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.linear import BiasAdd, DeterministicColumnParallelLinear
 from patches.errors import NotCoveredError
 from te_overrides.kernels.eager import eager_only
+from te_overrides.kernels.swiglu.ops import SwiGLU
 
 
 class DeterministicMLP(MLP):
@@ -48,6 +49,9 @@ class DeterministicMLP(MLP):
             raise NotCoveredError(
                 "per_token_scale was passed to a DeterministicMLP: it belongs to MoE experts."
             )
+        if self.activation == SwiGLU.apply and self.linear_fc1.bias is None:
+            out, output_bias = self.linear_fc2(self.linear_fc1.gated(hidden_states))
+            return out, output_bias
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
             packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)
