@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "benchmarks")]
 
 BENCHMARKS = {
+    "collectives": "sums and gathers over ranks against the library's own",
     "ffn": "the feed-forward block against transformers' Qwen3MLP",
     "attention": "attention against cuDNN, flash attention and TransformerEngine",
 }

@@ -49,8 +49,8 @@ class Cell:
     Attributes:
         name: unique; a row of the report.
         path: "forward" or "forward and backward", and the topology; cells of a path share a budget.
-        rows: tokens.
-        topology: "tp1", "tp2".
+        rows: tokens; bytes a rank for collectives.
+        topology: "tp1", "tp2", "4 ranks".
         peer: key in `ms` that ratios are taken against.
         ms: median milliseconds by implementation; empty if skipped.
         mismatched, compared: elements of ours that differ from those of the check that comes before the times; None if
