@@ -38,6 +38,7 @@ def forward(columns: int, dtype: str = "*bf16", zero_centered: bool = False) -> 
         | dict.fromkeys(("rows", "x_stride", "residual_stride"), "i32"),
         constexprs={
             "COLUMNS": columns, "LEVELS": (columns - 1).bit_length(), "ADD": True, "ZERO_CENTERED": zero_centered,
+            "NATIVE": False,
         },
         block="ROWS",
         scalars={
@@ -61,7 +62,7 @@ def backward(columns: int, dtype: str = "*bf16", heads: int = 1) -> Kernel:
         ),
         constexprs={
             "COLUMNS": columns, "LEVELS": (columns - 1).bit_length(), "HEADS": heads, "GRANULE": GRANULE,
-            "ADD": True, "ZERO_CENTERED": False,
+            "ADD": True, "ZERO_CENTERED": False, "NATIVE": False,
         },
         block="CHAINS",
         scalars={
