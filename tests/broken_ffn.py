@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_plugins.modules import linear
+from megatron_plugins.modules import input_gradient, linear
 from megatron_plugins.verify.ffn import rank as unbroken
 from te_overrides.kernels.gemm import reference
 
@@ -20,9 +20,15 @@ def _unrounded(a: torch.Tensor, b: torch.Tensor, **arguments: Any) -> torch.Tens
 
 def run_case(*arguments: Any) -> Any:
     """`run_case` with such trees."""
-    kept = linear.lane_tree
-    linear.lane_tree = _unrounded
+    modules: tuple[Any, ...] = (
+        input_gradient,
+        linear,
+    )
+    kept = [module.lane_tree for module in modules]
+    for module in modules:
+        module.lane_tree = _unrounded
     try:
         return unbroken.run_case(*arguments)
     finally:
-        linear.lane_tree = kept
+        for module, function in zip(modules, kept, strict=True):
+            module.lane_tree = function
