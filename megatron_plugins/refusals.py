@@ -95,6 +95,12 @@ RULES: tuple[Rule, ...] = (
         "use grouped-query attention",
     ),
     Rule(
+        lambda c: bool(_get(c, "attention_output_gate")),
+        lambda c: "attention_output_gate=True",
+        "upstream's gate compiles a sigmoid, whose bits follow the compiled variant",
+        "switch it off",
+    ),
+    Rule(
         lambda c: bool(_get(c, "apply_rope_fusion")),
         lambda c: "apply_rope_fusion=True",
         "the fused kernel rounds once where the contract rounds three times",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from patches.errors import LateActivationError, ModeError
-from patches.ledger import Entry, Ledger
+from patches.ledger import KNOWN_BIASED, Entry, Ledger
 from patches.override import MODES
 
 VARIABLE = "DETERMINISTIC_ROCM"
@@ -83,7 +83,9 @@ def arm(mode: str, *, declarations: Sequence[str] | None = None, lock_path: Path
             f"`import patches.auto` before every import of megatron or transformer_engine, or start with `python "
             f"-m patches run`."
         )
-    ledger = Ledger(mode, lock, {override.id: Entry(override) for override in overrides})
+    entries = {override.id: Entry(override) for override in overrides}
+    entries |= {o.id: Entry(o, KNOWN_BIASED, o.biased) for o in REGISTRY if o.biased and mode not in o.modes}
+    ledger = Ledger(mode, lock, entries)
     sys.meta_path.insert(0, OverrideFinder(overrides, ledger))
     os.environ[VARIABLE] = mode
     _ledger = ledger

@@ -59,7 +59,11 @@ def settle(ledger: Ledger) -> None:
             if wrong := _operators(entry, ledger.lock):
                 findings += wrong
                 continue
-            ledger.move(id, VERIFIED)
+            if entry.state == VERIFIED or entry.override.probe is None:
+                ledger.move(id, VERIFIED, entry.reason)
+                continue
+            needed, evidence = entry.override.probe(entry.original)
+            ledger.move(id, VERIFIED if needed else NOT_REQUIRED, evidence)
     if findings:
         raise GateError(
             "the job may not start: sought every required override verified, found "

@@ -3,7 +3,9 @@
 ::
 
     ARMED -> APPLIED -> VERIFIED          REFUSED is final
-      `----> NOT_REQUIRED(reason)
+      `--------`----> NOT_REQUIRED(reason)
+
+KNOWN_BIASED(figures) is where an operator is left alone in this mode although it is known to be biased. It stays so.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ if TYPE_CHECKING:  # reading it is work of the armed process
     from patches.lock import Lock
 
 ARMED, APPLIED, VERIFIED, NOT_REQUIRED, REFUSED = "ARMED", "APPLIED", "VERIFIED", "NOT_REQUIRED", "REFUSED"
+KNOWN_BIASED = "KNOWN_BIASED"
 
 _ALLOWED = {
     ARMED: {ARMED, APPLIED, NOT_REQUIRED, REFUSED},
-    # A reload applies again.
-    APPLIED: {APPLIED, VERIFIED, REFUSED},
+    # A reload applies again; a probe of upstream's function may find nothing to mend.
+    APPLIED: {APPLIED, VERIFIED, NOT_REQUIRED, REFUSED},
     VERIFIED: {APPLIED, VERIFIED, REFUSED},
     # Not imported when the gate looked, imported later.
     NOT_REQUIRED: {NOT_REQUIRED, APPLIED, REFUSED},
     REFUSED: {REFUSED},
+    KNOWN_BIASED: {KNOWN_BIASED},
 }
 
 

@@ -41,6 +41,11 @@ class Override:
         reexports: modules of upstream that hold the function by value before it is replaced (`from compiled import *`).
             Its name is replaced there as well. A holder that is not listed is refused by the gate.
         operators: torch operators that the replacement calls, known by their schemas (`patches.schema`).
+        probe: given the original, runs it in the gate, where a GPU may be used: (whether the override is needed, the
+            evidence in words). Not needed is NOT_REQUIRED; the replacement then passes its calls on, since others may
+            hold it by value, and must do so by itself.
+        biased: for an operator that is left alone in the modes where the override is not active though its results are
+            biased: the figures. The ledger shows it there as KNOWN_BIASED.
         build: makes the replacement from the original, after the defining module has executed.
     """
 
@@ -61,6 +66,8 @@ class Override:
     operators: tuple[str, ...] = ()
     reexports: tuple[str, ...] = ()
     absent: str = ""
+    probe: Callable[[Any], tuple[bool, str]] | None = None
+    biased: str = ""
 
     @property
     def trigger(self) -> str:
@@ -97,6 +104,8 @@ def override(
     operators: tuple[str, ...] = (),
     reexports: tuple[str, ...] = (),
     absent: str = "",
+    probe: Callable[[Any], tuple[bool, str]] | None = None,
+    biased: str = "",
 ) -> Callable[[Build], Build]:
     """Declare an override; the decorated function is its `build`. See `Override` for the fields.
 
@@ -111,6 +120,7 @@ def override(
             Override(
                 id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
                 tuple(also), mended, build, kind, after, tuple(operators), tuple(reexports), absent,
+                probe, biased,
             )
         )  # fmt: skip
         return build

@@ -50,6 +50,7 @@ BROKEN = [
     ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size=2", "--tensor-parallel-num-weight-shards"),
     ({"normalization": "LayerNorm"}, "normalization='LayerNorm'", "--normalization RMSNorm"),
     ({"multi_latent_attention": True}, "multi_latent_attention=True", "grouped-query"),
+    ({"attention_output_gate": True}, "attention_output_gate=True", "switch it off"),
     ({"apply_rope_fusion": True}, "apply_rope_fusion=True", "--no-rope-fusion"),
     ({"num_query_groups": 2}, "num_query_groups=2", "divides num_query_groups"),
     (
