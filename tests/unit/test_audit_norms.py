@@ -124,7 +124,7 @@ def whole_axis_kernel(x_ptr, out_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.conste
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_reduction_over_the_whole_axis_follows_the_launch(arch: str) -> None:
-    """Mutation: the audit would have found it."""
+    """Mutation, pytorch/torchtitan#3960 and ROCm/triton#953: a result that follows num_warps. The audit finds it."""
     kernel = Kernel(
         whole_axis_kernel,
         {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"},

@@ -114,3 +114,14 @@ def test_operands_that_would_be_broadcast_or_promoted_are_refused() -> None:
         add_rmsnorm(x, torch.zeros(2, 8), weight, 1e-6)
     with pytest.raises(ValueError, match=r"\(2, 8\).*\(8,\)"):
         add_rmsnorm(x, torch.zeros(8).bfloat16(), weight, 1e-6)
+
+
+def test_the_page_shows_what_its_results_say() -> None:
+    folder = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+    page = (folder / "add-rmsnorm.md").read_text()
+    operators = json.loads((folder / "results" / "add-rmsnorm-drift-cpu.json").read_text())["operators"]
+    for name, label in (("2 truncate", "truncation"), ("0 nearest even", "nearest even"), ("ours", "ours")):
+        errors = [call["mean_signed_error"] for call in operators[name]["single_calls"]]
+        shrink = [operators[name]["stream"]["shrink_percent"][calls - 1] for calls in bias.SHOWN]
+        cells = [label, f"{min(errors):+.2e} to {max(errors):+.2e}", *(f"{s:.3f}%" for s in shrink)]
+        assert f"| {' | '.join(cells)} |" in page, cells
