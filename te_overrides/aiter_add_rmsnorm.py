@@ -76,7 +76,7 @@ def probe(original: Callable[..., None]) -> tuple[bool, str]:
     """
     import torch
 
-    cases = [(VALUES, {}), (LONG_ROW, {})]
+    cases: list[tuple[int, dict[str, int]]] = [(VALUES, {}), (LONG_ROW, {})]
     if "use_model_sensitive_rmsnorm" in _signature().parameters:
         cases.append((VALUES, {"use_model_sensitive_rmsnorm": 1}))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,8 +110,8 @@ def probe(original: Callable[..., None]) -> tuple[bool, str]:
         off = unlike(nearest)
         needed |= off > 0
         # The signed error is what truncation shows in; the count alone could be a last place either way.
-        error = ((got.double().abs() - exact.double().abs()) / exact.double().abs())[0, 1:]
-        bias = error[exact[0, 1:] != 0].mean().item()
+        off_by = ((got.double().abs() - exact.double().abs()) / exact.double().abs())[0, 1:]
+        bias = off_by[exact[0, 1:] != 0].mean().item()
         how = (
             "rounds to nearest even" if not off else "truncates" if not unlike(truncated) else "does neither"
         )
