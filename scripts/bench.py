@@ -14,6 +14,7 @@ BENCHMARKS = {
     "collectives": "sums and gathers over ranks against the library's own",
     "ffn": "the feed-forward block against transformers' Qwen3MLP",
     "attention": "attention against cuDNN, flash attention and TransformerEngine",
+    "model": "a training step of a Megatron GPT, part by part",
 }
 """Name of a module in scripts/benchmarks with ``add_arguments(parser)`` and ``run(args) -> status`` -> one line."""
 

@@ -91,7 +91,7 @@ def ulp(got: np.ndarray, lse: np.ndarray, step: np.ndarray) -> float:
 
 def functions(place: str, sources: Path) -> dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]:
     """Option -> merge in place; options that a place does not have are left out."""
-    import te_on_cpu
+    from megatron_plugins.verify.model import te_on_cpu
 
     upstream = te_on_cpu.load(sources).flash_attn_fwd_softmax_lse_correction
     plain = upstream.__wrapped__

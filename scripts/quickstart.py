@@ -1,8 +1,9 @@
 """Shows the fault and its absence: one small Megatron GPT in several parallel layouts, upstream beside deterministic.
 
-Every layout loads the same checkpoint and sees the same tokens (bytes of this repository's documentation). Each is
-compared, bit by bit, with the unsharded run of its own side: logits, log-probabilities, loss and every gradient,
-after one and after three micro-batches. Exit status 1 when a deterministic element differs.
+Every layout has the same weights and sees the same tokens. Each is compared, bit by bit, with the run on one rank of
+its own side: logits, log-probabilities, loss and every gradient after three micro-batches, gradient norms, and the
+weights after three steps. Exit status 1 when a deterministic element differs. The runs are those of
+``python -m megatron_plugins.verify model``, which has more rows and runs on a GPU as well.
 """
 
 from __future__ import annotations
@@ -12,125 +13,125 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-import step0_report
-from step0_plan import DTYPES, ROOT, UPSTREAM_ABSENT, tasks
-
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+import step0_report  # noqa: E402
+from megatron_plugins.verify.model import command  # noqa: E402
+from megatron_plugins.verify.model.plan import SHAPES, Row, selected, why_not  # noqa: E402
+from megatron_plugins.verify.progress import Progress  # noqa: E402
+
+DTYPES = ("bf16", "fp32")
+LAYOUTS = ["reference vs actor", "TP2", "TP4", "TP2+SP", "CP2", "CP4", "TP2xCP2+SP"]
+SHAPE = SHAPES["small"]
+LSE = "upstream: LSE correction after nine shapes"
+ACTOR_UPSTREAM = "measured once, on the LSE correction: see fp32"
 
 
 class EngineFailure(RuntimeError):
     """A measuring process ended before it had measured everything."""
 
 
-def _events(*command: str) -> Iterator[dict[str, Any]]:
-    """JSON lines of a measuring process; whatever else it prints is shown only if it fails."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+def lse_figure(te_sources: Path) -> dict[str, Any]:
+    """Upstream's LSE correction of the same operands before and after nine shapes."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "step0_lse.py"), "--te-sources", str(te_sources)],
+        capture_output=True,
         text=True,
-        cwd=HERE,
+        check=False,
     )
-    assert process.stdout is not None
-    chatter: list[str] = []
-    for line in process.stdout:
+    for line in done.stdout.splitlines():
         if line.startswith('{"event"'):
-            event = json.loads(line)
-            if event["event"] == "error":
-                process.kill()
-                raise EngineFailure(f"{event['mode']}, layout {event['task']['name']}:\n{event['message']}")
-            yield event
-        else:
-            chatter.append(line)
-    if process.wait():
-        raise EngineFailure(
-            f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(chatter[-40:])}"
-        )
+            return dict(json.loads(line))
+    raise EngineFailure(f"step0_lse.py ended with status {done.returncode}:\n{done.stderr[-3000:]}")
 
 
-def _key(task: dict[str, Any], micro_batches: int) -> tuple[str, str, int]:
-    return task["name"], task["dtype"], micro_batches
-
-
-MODES = ("upstream", "ring", "deterministic")
-LSE = "upstream: LSE correction after nine shapes"
-
-
-def _selected(mode: str, only: list[str]) -> list[str]:
+def rows_of(side: str, layouts: list[str]) -> list[Row]:
+    """What a side measures: ours everything, upstream what it can run and what is not one rank against itself."""
     return [
-        f"{mode}: {task.name} {task.dtype}" for task in tasks(mode) if not only or task.name in (*only, "TP1")
+        row
+        for row in selected(layouts, 8)
+        if why_not(row, side, SHAPE, "cpu", 0) is None and (side == "deterministic" or row.kind == "layout")
     ]
 
 
 def measure(
-    te_sources: Path, only: list[str], progress: step0_report.Progress
-) -> tuple[dict[Any, Any], dict[Any, Any], dict[str, Any]]:
-    """Rows of both sides by (name, dtype, micro-batches), and the LSE figure."""
-    sides: dict[str, dict[Any, Any]] = {"upstream": {}, "deterministic": {}}
-    selection = [word for name in only for word in ("--only", name)]
-    for mode in MODES:
-        for event in _events("step0_engine.py", mode, "--te-sources", str(te_sources), *selection):
-            label = f"{mode}: {event['task']['name']} {event['task']['dtype']}"
-            if event["event"] == "begin":
-                progress.begin(label)
+    te_sources: Path, layouts: list[str], progress: Progress
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Results of both sides by (layout, dtype): upstream's with what was run, from its local spec or the ring.
+
+    Raises:
+        EngineFailure: a row of ours failed, or upstream's baseline.
+    """
+    upstream: dict[Any, Any] = {}
+    ours: dict[Any, Any] = {}
+    options = ["--device", "cpu", "--shape", json.dumps(asdict(SHAPE)), "--te-sources", str(te_sources)]
+    for dtype in DTYPES:
+        for side in ("upstream", "ring", "deterministic"):
+            rows = rows_of(side, layouts)
+            if not rows:
                 continue
-            side = "deterministic" if mode == "deterministic" else "upstream"
-            result = {**event["result"], "seconds": event["seconds"]}
-            sides[side].setdefault(_key(event["task"], event["micro_batches"]), result)
-            if event["micro_batches"] == 1:
-                progress.end(
-                    label, f"{result['mismatched']:,} of {result['total']:,} differ, {event['seconds']:.1f} s"
-                )
-    progress.begin(LSE)
-    (lse,) = _events("step0_lse.py", "--te-sources", str(te_sources))
-    progress.end(LSE, f"{lse['mismatched']:,} of {lse['total']:,} differ, {lse['seconds']:.1f} s")
-    return sides["upstream"], sides["deterministic"], lse
+            results, _ = command.measure(
+                side, rows, [*options, "--dtype", dtype], progress, label=f"{side} {dtype}"
+            )
+            for name, result in results.items():
+                if not result["ran"]:
+                    raise EngineFailure(f"{side}, layout {name} {dtype}:\n{result['why']}")
+                (ours if side == "deterministic" else upstream)[name, dtype] = _row_result(result)
+    return upstream, ours
+
+
+def _row_result(result: dict[str, Any]) -> dict[str, Any]:
+    """A result as the report takes it."""
+    columns = result["columns"]
+    return {
+        "mismatched": sum(column["mismatched"] for column in columns.values()),
+        "total": sum(column["total"] for column in columns.values()),
+        "max_abs_logprob": columns["log-probs"]["max_abs"],
+        "seconds": result["seconds"],
+        "parts": {name: [column["mismatched"], column["total"]] for name, column in columns.items()},
+    }
 
 
 def build_rows(
-    upstream: dict[Any, Any], deterministic: dict[Any, Any], lse: dict[str, Any]
+    upstream: dict[Any, Any], ours: dict[Any, Any], lse: dict[str, Any], layouts: list[str]
 ) -> list[dict[str, Any]]:
     """Report rows: every deterministic one, upstream's own figure beside it where upstream can run the layout."""
     rows = []
-    for (name, dtype, micro_batches), ours in sorted(deterministic.items(), key=lambda kv: _order(kv[0])):
-        if name == "TP1":
-            continue
-        theirs = upstream.get((name, dtype, micro_batches))
-        row: dict[str, Any] = {"name": name, "dtype": dtype, "micro_batches": micro_batches}
-        if theirs is not None:
-            what = (
-                "TransformerEngine ring, CP against CP=1"
-                if name.startswith("CP")
-                else "local spec, TP against TP=1"
-            )
-            row["upstream"] = {**theirs, "what": what}
-        elif name == "reference vs actor" and (dtype, micro_batches) == ("fp32", 1):
-            row["upstream"] = {
-                "mismatched": lse["mismatched"],
-                "total": lse["total"],
-                "max_abs_logprob": None,
-                "seconds": lse["seconds"],
-                "what": "TransformerEngine's LSE correction, same operands before and after nine shapes "
-                f"(max abs {lse['max_abs']:.1e})",
-                "parts": {"lse": [lse["mismatched"], lse["total"]]},
-            }
-        else:
-            row["upstream"] = None
-            row["upstream_why_absent"] = UPSTREAM_ABSENT[name]
-        row["deterministic"] = ours
-        rows.append(row)
+    for dtype in DTYPES:
+        for name in layouts:
+            row: dict[str, Any] = {"name": name, "dtype": dtype, "micro_batches": SHAPE.micro_batches}
+            theirs = upstream.get((name, dtype))
+            if theirs is not None:
+                ring = name.startswith("CP")
+                what = "TransformerEngine ring, CP against CP=1" if ring else "local spec, TP against TP=1"
+                row["upstream"] = {**theirs, "what": what}
+            elif name == "reference vs actor" and dtype == "fp32":
+                row["upstream"] = {
+                    "mismatched": lse["mismatched"],
+                    "total": lse["total"],
+                    "max_abs_logprob": None,
+                    "seconds": lse["seconds"],
+                    "what": "TransformerEngine's LSE correction, same operands before and after nine shapes "
+                    f"(max abs {lse['max_abs']:.1e})",
+                    "parts": {"lse": [lse["mismatched"], lse["total"]]},
+                }
+            else:
+                (plan,) = selected([name], 8)
+                row["upstream"] = None
+                row["upstream_why_absent"] = (
+                    why_not(plan, "ring", SHAPE, "cpu", 0) if plan.sp else ACTOR_UPSTREAM
+                )
+            row["deterministic"] = ours[name, dtype]
+            rows.append(row)
     return rows
-
-
-def _order(key: tuple[str, str, int]) -> tuple[int, int, int]:
-    names = [task.name for task in tasks("deterministic")]
-    return DTYPES.index(key[1]), key[2], names.index(key[0])
 
 
 def main() -> None:
@@ -144,23 +145,27 @@ def main() -> None:
     parser.add_argument("--te-sources", type=Path, default=ROOT / ".venv" / "transformer-engine-sources")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     args = parser.parse_args()
-    known = {task.name for task in tasks("deterministic")} - {"TP1"}
-    if unknown := set(args.only) - known:
-        parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(known)}")
+    if unknown := set(args.only) - set(LAYOUTS):
+        parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(LAYOUTS)}")
+    layouts = [name for name in LAYOUTS if not args.only or name in args.only]
     start = time.monotonic()
     # With --json the report alone goes to standard output.
     console = Console(stderr=args.json)
     try:
-        total = sum(len(_selected(mode, args.only)) for mode in MODES) + 1
-        with step0_report.Progress("layouts", total, console) as progress:
-            upstream, deterministic, lse = measure(args.te_sources, args.only, progress)
+        sides = [rows_of(side, layouts) for side in ("upstream", "ring", "deterministic")]
+        total = len(DTYPES) * sum(len(rows) + 1 for rows in sides if rows) + 1
+        with Progress("layouts", total, console) as progress:
+            upstream, ours = measure(args.te_sources, layouts, progress)
+            progress.begin(LSE)
+            lse = lse_figure(args.te_sources)
+            progress.end(LSE, f"{lse['mismatched']:,} of {lse['total']:,} differ, {lse['seconds']:.1f} s")
     except EngineFailure as failure:
         print(f"The measurement did not finish.\n{failure}", file=sys.stderr)
         raise SystemExit(2) from failure
     environment = step0_report.environment("CPU (gloo, one thread a rank)")
     environment["transformer-engine"] = _sources_version(args.te_sources)
     environment["seconds"] = round(time.monotonic() - start, 1)
-    rows = build_rows(upstream, deterministic, lse)
+    rows = build_rows(upstream, ours, lse, layouts)
     report = step0_report.write({"environment": environment, "rows": rows}, args.out, console)
     if args.json:
         print((args.out / "step0.json").read_text())

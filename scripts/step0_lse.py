@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-import te_on_cpu
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron_plugins.verify.model import te_on_cpu  # noqa: E402
 
 ELEMENTS = 1 << 16
 SHAPES = (
@@ -32,7 +34,6 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from te_overrides.kernels.bits import count_mismatches
 
     start = time.monotonic()

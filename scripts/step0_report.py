@@ -13,18 +13,16 @@ import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-MODEL_PARTS = ("logits", "logprobs", "loss", "gradients")
+from megatron_plugins.verify.model.plan import COLUMNS
+
+MODEL_PARTS = COLUMNS
 # What a row about single functions of upstream may compare instead.
 FUNCTION_PARTS = ("lse", "out")
 UPSTREAM_COLOR, DETERMINISTIC_COLOR = "#c2410c", "#0e7490"
@@ -402,62 +400,3 @@ def write(given: Any, folder: Path, console: Console | None = None) -> Report:
     console.print(verdict(report), style="bold red" if report.failures() else "bold green", markup=False)
     console.print(f"written: {folder / 'step0.json'}, step0.md, step0.png", markup=False, soft_wrap=True)
     return report
-
-
-class Progress(AbstractContextManager["Progress"]):
-    """Shows which runs are under way: a bar on a terminal, one line per finished run elsewhere.
-
-    with Progress("layouts", total=30) as progress:
-        progress.begin("TP2 bf16")
-        progress.end("TP2 bf16", "0 of 4,096 differ")
-    """
-
-    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
-        self.title, self.total, self.done = title, total, 0
-        self.console = console or Console()
-        self.running: list[str] = []
-        self._bar: RichProgress | None = None
-        if self.console.is_terminal:
-            self._bar = RichProgress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[running]}", markup=False),
-                console=self.console,
-            )
-            self._task = self._bar.add_task(title, total=total, running="")
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def begin(self, name: str) -> None:
-        """A run has started."""
-        self.running.append(name)
-        self._update()
-
-    def end(self, name: str, result: str) -> None:
-        """A run that was begun has ended; `result` is shown beside its name.
-
-        Raises:
-            ValueError: no run of this name is under way.
-        """
-        if name not in self.running:
-            raise ValueError(f"progress: {name!r} ends, but only {self.running} are under way")
-        self.running.remove(name)
-        self.done += 1
-        line = f"[{self.done}/{self.total}] {name}: {result}"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._update()
-
-    def _update(self) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, running=", ".join(self.running))

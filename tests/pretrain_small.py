@@ -17,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "scripts"), str(HERE)]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 if not hasattr(typing, "override"):  # megatron.training from 0.18 on wants Python 3.12
     typing.override = lambda function: function  # type: ignore[attr-defined]
 
@@ -31,9 +30,9 @@ def _extra_arguments(parser: Any) -> Any:
 
 
 def main() -> None:
-    from megatron_cpu import optimizer_on_cpu
+    from megatron_plugins.verify.model import on_cpu
 
-    optimizer_on_cpu.install()
+    on_cpu.install_for_training()
     torch.set_num_threads(1)
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
@@ -71,7 +70,7 @@ def build(args: Any, config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import import_module
 
-    import step0_model
+    from megatron_plugins.verify.model.build import fill_by_name, global_name
 
     spec = (
         import_module(args.spec)
@@ -88,17 +87,8 @@ def build(args: Any, config: Any) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    step0_model.fill_by_name(model, lambda name: global_name(model, name))
+    fill_by_name(model, lambda name: global_name(model, name), 0.1)
     return model
-
-
-def global_name(model: Any, name: str) -> str:
-    """A parameter's name in the whole model: a pipeline stage counts its layers from zero."""
-    head, found, tail = name.partition("decoder.layers.")
-    if not found:
-        return name
-    index, _, rest = tail.partition(".")
-    return f"{head}{found}{model.decoder.layers[int(index)].layer_number - 1}.{rest}"
 
 
 def train(args: Any, config: Any) -> dict[str, Any]:
@@ -114,7 +104,8 @@ def train(args: Any, config: Any) -> dict[str, Any]:
     from megatron.core.transformer.module import Float16Module
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
-    import step0_model
+    import small_model
+    from megatron_plugins.verify.model.build import global_name
 
     model = build(args, config)
     if args.bf16:
@@ -138,8 +129,8 @@ def train(args: Any, config: Any) -> dict[str, Any]:
         ),
         [ddp],
     )
-    layout = step0_model.Layout("", args.tensor_model_parallel_size, args.context_parallel_size)
-    positions = step0_model._positions(layout)
+    layout = small_model.layout_of(args.tensor_model_parallel_size, args.context_parallel_size)
+    positions = small_model.positions_of(layout)
     micro_batches = args.global_batch_size // args.micro_batch_size
     generator = torch.Generator().manual_seed(7)
     data = torch.randint(
@@ -175,7 +166,7 @@ def train(args: Any, config: Any) -> dict[str, Any]:
         _, norm, _ = optimizer.step()
         out["norms"].append(float(norm))
         if parallel_state.is_pipeline_last_stage():
-            whole = [step0_model._whole_sequence(s["losses"], layout, positions) for s in step]
+            whole = [small_model.whole_sequence(s["losses"], positions) for s in step]
             out["losses"].append(torch.stack(whole))
     if args.save:
         save_checkpoint(args.train_iters, [ddp], optimizer, None, 0)
@@ -185,7 +176,7 @@ def train(args: Any, config: Any) -> dict[str, Any]:
     for name, parameter in inner.named_parameters():
         value = parameter.detach().clone()
         if layout.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
-            value = step0_model._unshard(name, step0_model._gather(value, group), parameter.partition_dim)
+            value = small_model.unshard(name, small_model.gather(value, group), parameter.partition_dim)
         weights[global_name(inner, name)] = value
     out["weights"] = weights
     return out

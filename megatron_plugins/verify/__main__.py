@@ -12,6 +12,7 @@ CHECKS = {
         "the feed-forward block in every layout, for every number of rows",
     ),
     "attention": ("megatron_plugins.verify.attention.command", "context-parallel attention in every layout"),
+    "model": ("megatron_plugins.verify.model.command", "a whole Megatron GPT in every layout"),
 }
 """Name -> (module with ``add_arguments(parser)`` and ``run(args) -> status``, one line)."""
 

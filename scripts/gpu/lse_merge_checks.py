@@ -310,8 +310,8 @@ def upstream_functions(sources: Path | None) -> Any:
     """TransformerEngine's own context_parallel module, its functions compiled as it compiles them; None without."""
     if sources is None:
         return None
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import te_on_cpu
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron_plugins.verify.model import te_on_cpu
 
     return te_on_cpu.load(sources)
 

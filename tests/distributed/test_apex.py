@@ -19,13 +19,13 @@ PROGRAM = """
 import json, os, sys, tempfile
 from dataclasses import replace
 import patches.auto
-sys.path.insert(0, "scripts")
-import megatron_on_cpu
-megatron_on_cpu.install()
+sys.path.insert(0, "tests")
+from megatron_plugins.verify.model import on_cpu
+on_cpu.install()
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
 import megatron.core.models.gpt
-import step0_engine, step0_model
+import small_model
 from megatron.core.fusions import fused_layer_norm
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
@@ -37,17 +37,17 @@ said = {
     "l2": clip_grads.l2_norm_impl.__module__ == "amp_C",
     "wgrad": layers._grad_accum_fusion_available,
 }
-layout = step0_model.Layout("")
-step0_model.initialize(layout)
-plain = step0_model.config_for
-step0_model.config_for = lambda *a: replace(plain(*a), gradient_accumulation_fusion=True)
+layout = small_model.layout_of()
+small_model.initialize(layout)
+plain = small_model.config_for
+small_model.config_for = lambda *a: replace(plain(*a), gradient_accumulation_fusion=True)
 spec = layer_specs.get_deterministic_gpt_layer_spec()
-model = step0_model.build(layout, torch.bfloat16, spec)
-step0_model.fill_by_name(model)
+model = small_model.build(layout, torch.bfloat16, spec)
+small_model.fill_by_name(model)
 for parameter in model.parameters():
     parameter.main_grad = torch.zeros(parameter.shape)
-tokens = step0_model.byte_tokens(__import__("pathlib").Path("docs"), 1)
-step0_model.step(model, layout, tokens[0], mean_loss=torch.mean, log_prob=step0_engine._functions("deterministic")[1])
+tokens = small_model.byte_tokens(__import__("pathlib").Path("docs"), 1)
+small_model.step(model, layout, tokens[0])
 grads = [p.main_grad for p in model.parameters() if bool(p.main_grad.any())]
 said["fused gradients"] = len(grads)
 said["norm of gradients"] = float(clip_grads.get_grad_norm_fp32(grads))
@@ -58,9 +58,9 @@ class Norm(FusedRMSNorm):
         return FusedRMSNorm(hidden_size, eps)
 spec = layer_specs.get_deterministic_gpt_layer_spec()
 spec.submodules.input_layernorm = Norm
-model = step0_model.build(layout, torch.bfloat16, spec)
+model = small_model.build(layout, torch.bfloat16, spec)
 try:
-    step0_model.step(model, layout, tokens[0], mean_loss=torch.mean, log_prob=None)
+    small_model.step(model, layout, tokens[0])
 except GateError as error:
     said["refused"] = str(error)
 print(json.dumps(said))
@@ -79,7 +79,8 @@ def test_apex_is_refused_by_name_or_never_computes(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    # The ledger may add at exit which overrides were never called.
+    said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"norm"')))
     assert said["norm"] and said["l2"] and said["wgrad"], "megatron-core did not take the package for apex"
     # Gradients of linears went into main_grad, and their norm was computed, without a call into apex.
     assert said["fused gradients"] >= 8 and said["norm of gradients"] > 0

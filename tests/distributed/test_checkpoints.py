@@ -33,14 +33,14 @@ def te_name(name: str) -> str:
 
 def build(spec: str, tp: int) -> Any:
     """The small model with weights that depend on names and shapes alone."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
+    on_cpu.install()
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    import step0_model
+    import small_model
     from megatron_plugins import layer_specs
 
     specs = {
@@ -48,11 +48,11 @@ def build(spec: str, tp: int) -> Any:
         "ours": layer_specs.deterministic_gpt_layer_spec,
         "TE names": layer_specs.deterministic_gpt_layer_spec_with_te_names,
     }
-    layout = step0_model.Layout("", tp)
-    step0_model.initialize(layout)
+    layout = small_model.layout_of(tp)
+    small_model.initialize(layout)
     # Upstream's norms are born in float32; Megatron's Float16Module converts a model as this does.
-    model = step0_model.build(layout, torch.bfloat16, specs[spec]).bfloat16()
-    step0_model.fill_by_name(model, te_name)
+    model = small_model.build(layout, torch.bfloat16, specs[spec]).bfloat16()
+    small_model.fill_by_name(model, te_name)
     return model
 
 

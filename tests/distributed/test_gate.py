@@ -17,22 +17,21 @@ IMPORTS = ("patches.auto", "megatron.core.models.gpt")
 
 def one_forward(rank: int, world: int, spoil: str) -> dict[str, Any]:
     """Build a model, spoil something, run it; returns ledger states."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
+    on_cpu.install()
     import patches
-    import step0_engine
-    import step0_model
+    import small_model
 
-    layout = step0_model.Layout("", world)
-    step0_model.initialize(layout)
-    spec = step0_engine._spec("upstream" if "local spec" in spoil else "deterministic")
-    model = step0_model.build(layout, torch.float32, spec)
+    layout = small_model.layout_of(world)
+    small_model.initialize(layout)
+    side = "upstream" if "local spec" in spoil else "deterministic"
+    model = small_model.build(layout, torch.float32, side)
     if spoil == "alias":
         from megatron.core.models.common.embeddings import rope_utils
 
-        sys.modules["step0_model"].kept = rope_utils._apply_rotary_pos_emb_bshd.__wrapped__  # type: ignore[attr-defined]
+        sys.modules["small_model"].kept = rope_utils._apply_rotary_pos_emb_bshd.__wrapped__  # type: ignore[attr-defined]
     if spoil == "overwritten":
         from megatron.core.models.common.embeddings import rope_utils
 
@@ -86,7 +85,7 @@ def test_a_sound_run_is_verified_and_writes_its_ledger(tmp_path: Path) -> None:
         (
             "alias",
             {},
-            ["megatron.rope: step0_model.kept still holds upstream's _apply_rotary_pos_emb_bshd by value"],
+            ["megatron.rope: small_model.kept still holds upstream's _apply_rotary_pos_emb_bshd by value"],
         ),
         ("overwritten", {}, ["megatron.rope", "it was replaced after this project did"]),
         (

@@ -22,11 +22,11 @@ ELEMENT = 2  # bytes of bf16
 
 def count_linears(rank: int, world: int, cp: int, sp: bool) -> dict[str, Any]:
     """Work and traffic of one column- and one row-parallel linear, forward and backward."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     import patches.auto  # noqa: F401
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
+    on_cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -34,14 +34,14 @@ def count_linears(rank: int, world: int, cp: int, sp: bool) -> dict[str, Any]:
         DeterministicColumnParallelLinear,
         DeterministicRowParallelLinear,
     )
-    from step0_model import Layout, config_for
+    from small_model import config_for, layout_of
     from te_overrides.kernels import accounting
 
     tp = world // cp
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1)
     common: dict[str, Any] = {
-        "config": config_for(Layout("", tp, cp, sp), torch.bfloat16),
+        "config": config_for(layout_of(tp, cp, sp), torch.bfloat16),
         "init_method": torch.nn.init.normal_,
         "bias": False,
         "skip_bias_add": True,

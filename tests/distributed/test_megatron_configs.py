@@ -47,17 +47,16 @@ PLAIN: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 def run_configs(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, Any]:
     """Whole results of every configuration after one micro-batch, and what was refused."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
-    import step0_engine
-    import step0_model
+    on_cpu.install()
+    import small_model
 
-    layout = step0_model.Layout("", tp, cp, sp)
-    step0_model.initialize(layout)
-    tokens = step0_model.byte_tokens(ROOT / "docs", 1)
-    plain, out = step0_model.config_for, {}
+    layout = small_model.layout_of(tp, cp, sp)
+    small_model.initialize(layout)
+    tokens = small_model.byte_tokens(ROOT / "docs", 1)
+    plain, out = small_model.config_for, {}
     for name, (dtype, changes) in {**PLAIN, **CONFIGS}.items():
 
         def changed(*args: Any, _changes: dict[str, Any] = changes) -> Any:
@@ -66,18 +65,17 @@ def run_configs(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, 
             assert known == _changes, f"megatron-core has no {_changes.keys() - known.keys()}"
             return replace(config, **_changes)
 
-        step0_model.config_for = changed
-        model = step0_model.build(layout, dtype, step0_engine._spec("deterministic"))
-        step0_model.fill_by_name(model)
+        small_model.config_for = changed
+        model = small_model.build(layout, dtype)
         calls: Counter[str] = Counter()
         layer = model.decoder.layers[0]
         layer.register_forward_hook(lambda *_, _calls=calls: _calls.update(["layer"]))
         layer.self_attention.core_attention.register_forward_hook(
             lambda *_, _calls=calls: _calls.update(["attention"])
         )
-        results = step0_engine._run_model(model, layout, tokens, step0_engine._functions("deterministic"))
-        out[name] = {**results[1], "calls": dict(calls)} if rank == 0 else None
-    step0_model.config_for = plain
+        results = small_model.run_model(model, layout, tokens)
+        out[name] = {**results, "calls": dict(calls)} if rank == 0 else None
+    small_model.config_for = plain
     return out
 
 

@@ -75,11 +75,11 @@ RUNS = {
 
 
 def _config(run: Run) -> Any:
-    import step0_model
+    import small_model
 
-    step0_model.SEQUENCE, step0_model.BATCH, step0_model.LAYERS = SEQUENCE, 1, run.layers
-    layout = step0_model.Layout("", run.tp, run.cp, run.tp > 1)
-    config = step0_model.config_for(layout, run.dtype)
+    small_model.SEQUENCE, small_model.BATCH, small_model.LAYERS = SEQUENCE, 1, run.layers
+    layout = small_model.layout_of(run.tp, run.cp, run.tp > 1)
+    config = small_model.config_for(layout, run.dtype)
     config.pipeline_model_parallel_size = run.pp
     return layout, config
 
@@ -115,7 +115,7 @@ def _whole_gradients(ddp: Any, run: Run, names: dict[str, str]) -> dict[str, tor
     """Gradients as the optimizer is to see them: bucket shards and tensor-parallel shards put together."""
     from megatron.core import parallel_state
 
-    import step0_model
+    import small_model
 
     group = parallel_state.get_tensor_model_parallel_group()
     if run.config.get("use_distributed_optimizer"):
@@ -130,7 +130,7 @@ def _whole_gradients(ddp: Any, run: Run, names: dict[str, str]) -> dict[str, tor
     for name, parameter in ddp.module.named_parameters():
         value = parameter.main_grad.detach().clone()
         if run.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
-            value = step0_model._unshard(name, step0_model._gather(value, group), parameter.partition_dim)
+            value = small_model.unshard(name, small_model.gather(value, group), parameter.partition_dim)
         out[names[name]] = value
     return out
 
@@ -144,8 +144,9 @@ def train(run: Run) -> dict[str, Any]:
     from megatron.core.transformer.module import Float16Module
 
     import pretrain_small
-    import step0_model
+    import small_model
     from megatron_plugins.collectives import gradient_buckets
+    from megatron_plugins.verify.model import build as building
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(run.tp, run.pp, context_parallel_size=run.cp)
@@ -154,7 +155,7 @@ def train(run: Run) -> dict[str, Any]:
     inner = pretrain_small.build(SimpleNamespace(spec=SPEC), config)
     model = Float16Module(config, inner) if run.dtype is BF16 else inner
     prefix = "module." if run.dtype is BF16 else ""
-    names = {prefix + n: pretrain_small.global_name(inner, n) for n, _ in inner.named_parameters()}
+    names = {prefix + n: building.global_name(inner, n) for n, _ in inner.named_parameters()}
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=run.buffer is FP32, **run.config)
     ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
     optimizer = get_megatron_optimizer(
@@ -204,7 +205,7 @@ def train(run: Run) -> dict[str, Any]:
         out["gradients"].append(_whole_gradients(ddp, run, names))
 
     config.finalize_model_grads_func, config.no_sync_func = finalize, ddp.no_sync
-    positions = step0_model._positions(layout)
+    positions = small_model.positions_of(layout)
     mask = ~torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
     generator = torch.Generator().manual_seed(7)
     data = torch.randint(0, VOCABULARY, (STEPS, MICRO_BATCHES, run.dp, 1, SEQUENCE + 1), generator=generator)
@@ -241,7 +242,7 @@ def train(run: Run) -> dict[str, Any]:
     for name, parameter in inner.named_parameters():
         value = parameter.detach().clone()
         if run.tp > 1 and getattr(parameter, "tensor_model_parallel", False):
-            value = step0_model._unshard(name, step0_model._gather(value, group), parameter.partition_dim)
+            value = small_model.unshard(name, small_model.gather(value, group), parameter.partition_dim)
         out["weights"][names[prefix + name]] = value
     out["buckets"] = sum(len(each.buckets) for each in ddp.bucket_groups)
     return out

@@ -35,15 +35,15 @@ LENGTH = {3: 96}
 
 def _prepare(length: int) -> Any:
     """Arm, import Megatron, and set the small model to eight KV groups so that TP=8 exists."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     import patches.auto  # noqa: F401
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
-    import step0_model
+    on_cpu.install()
+    import small_model
 
-    step0_model.GROUPS, step0_model.SEQUENCE = 8, length
-    return step0_model
+    small_model.GROUPS, small_model.SEQUENCE = 8, length
+    return small_model
 
 
 def run_layouts(
@@ -51,21 +51,19 @@ def run_layouts(
 ) -> dict[str, Any]:
     """On every rank: whole logits, log-probs, loss and gradients of each layout after two micro-batches, and
     work done."""
-    step0_model = _prepare(length)
-    import step0_engine
+    small_model = _prepare(length)
     from te_overrides.kernels import accounting
 
     out = {}
-    tokens = step0_model.byte_tokens(ROOT / "docs", 2)
+    tokens = small_model.byte_tokens(ROOT / "docs", 2)
     for name, tp, cp, sp in names:
-        layout = step0_model.Layout(name, tp, cp, sp)
-        step0_model.initialize(layout)
-        model = step0_model.build(layout, torch.bfloat16, step0_engine._spec("deterministic"))
-        step0_model.fill_by_name(model)
+        layout = small_model.layout_of(tp, cp, sp)
+        small_model.initialize(layout)
+        model = small_model.build(layout, torch.bfloat16)
         with accounting.count() as counter:
-            results = step0_engine._run_model(model, layout, tokens, step0_engine._functions("deterministic"))
+            results = small_model.run_model(model, layout, tokens)
         out[name] = {
-            "results": results[2] if rank == 0 else None,
+            "results": results if rank == 0 else None,
             "flops": counter.flops,
             "bytes": counter.bytes_sent,
         }
@@ -108,15 +106,13 @@ def test_logits_loss_and_every_gradient_do_not_depend_on_the_layout(
 
 def run_compiled_and_packed(rank: int, world: int) -> dict[str, Any]:
     """One unsharded model: eager, under torch.compile, and with two sequences packed into one row."""
-    step0_model = _prepare(128)
+    small_model = _prepare(128)
     from types import SimpleNamespace
 
-    import step0_engine
-
-    layout = step0_model.Layout("TP1")
-    step0_model.initialize(layout)
-    model = step0_model.build(layout, torch.bfloat16, step0_engine._spec("deterministic"))
-    ids = step0_model.byte_tokens(ROOT / "docs", 1)[0, :, :-1]
+    layout = small_model.layout_of()
+    small_model.initialize(layout)
+    model = small_model.build(layout, torch.bfloat16)
+    ids = small_model.byte_tokens(ROOT / "docs", 1)[0, :, :-1]
     positions = torch.arange(ids.shape[1]).expand(2, -1).contiguous()
     mask = ~torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     seen: list[str] = []

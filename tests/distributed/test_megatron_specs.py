@@ -45,24 +45,23 @@ def local_name(name: str) -> str:
 
 def run_cases(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, Any]:
     """Whole results of every case after one micro-batch, under the names of the local spec."""
-    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
-    import megatron_on_cpu
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from megatron_plugins.verify.model import on_cpu
 
-    megatron_on_cpu.install()
+    on_cpu.install()
     import megatron.core.activations as activations
 
-    import step0_engine
-    import step0_model
+    import small_model
     from megatron_plugins import layer_specs
     from megatron_plugins.modules import input_gradient
 
-    layout = step0_model.Layout("", tp, cp, sp)
-    step0_model.initialize(layout)
-    tokens = step0_model.byte_tokens(ROOT / "docs", 1)
-    functions, plain, out = step0_engine._functions("deterministic"), step0_model.config_for, {}
+    layout = small_model.layout_of(tp, cp, sp)
+    small_model.initialize(layout)
+    tokens = small_model.byte_tokens(ROOT / "docs", 1)
+    plain, out = small_model.config_for, {}
 
     def run(name: str, model: Any) -> None:
-        results = step0_engine._run_model(model, layout, tokens, functions)[1]
+        results = small_model.run_model(model, layout, tokens)
         results["gradients"] = {local_name(n): g for n, g in results["gradients"].items()}
         out[name] = results if rank == 0 else None
 
@@ -72,9 +71,9 @@ def run_cases(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, An
         def changed(*args: Any, _gated: bool = gated, _function: Any = function) -> Any:
             return replace(plain(*args), gated_linear_unit=_gated, activation_func=_function)
 
-        step0_model.config_for, step0_model.GATED = changed, gated
-        model = step0_model.build(layout, torch.bfloat16, getattr(layer_specs, spec))
-        step0_model.fill_by_name(model, local_name)
+        small_model.config_for = changed
+        model = small_model.build(layout, torch.bfloat16, getattr(layer_specs, spec))
+        small_model.fill_by_name(model, local_name)
         run(name, model)
         if name == "two-lane":
             model.zero_grad()
@@ -85,14 +84,14 @@ def run_cases(rank: int, world: int, tp: int, cp: int, sp: bool) -> dict[str, An
             for parameter_name, parameter in model.named_parameters():
                 parameter.requires_grad_("layers.0" in parameter_name and "layernorm" in parameter_name)
                 parameter.grad = None
-            step0_model.step(model, layout, tokens[0], mean_loss=functions[0], log_prob=functions[1])
+            small_model.step(model, layout, tokens[0])
             assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
             for parameter in model.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            found = step0_model.whole_gradients(model, layout)
+            found = small_model.whole_gradients(model, layout)
             out["frozen"] = {n: g for n, g in found.items() if "layers.0" in n and "layernorm" in n}
-    step0_model.config_for, step0_model.GATED = plain, True
+    small_model.config_for = plain
     return out
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_plugins.verify.model.plan import COLUMNS
 from upstream_wheels import MEGATRON_CORE, sources
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,20 +20,20 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_tp2_cp2_sp_equals_one_rank_on_every_megatron_core(version: str) -> None:
     upstream = sources(version, "megatron-core")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "scripts/step0_engine.py", "deterministic", "--only", "TP2xCP2+SP"],
+        [sys.executable, "-W", "ignore", "-m", "megatron_plugins.verify.model.engine", "deterministic"]
+        + ["--device", "cpu", "--dtype", "bf16", "--shape", "tiny", "--ranks", "4", "--rows", "TP2xCP2+SP"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(upstream)},
+        env={**os.environ, "PYTHONPATH": f"{upstream}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"event"')]
-    errors = [event["message"] for event in events if event["event"] == "error"]
+    errors = [event["message"] for event in events if event["event"] == "failed"]
     assert done.returncode == 0 and not errors, f"{version}: {errors or done.stderr[-3000:]}"
-    rows = [event for event in events if event["event"] == "row" and event["task"]["name"] != "TP1"]
-    assert len(rows) == 4
-    assert {event["megatron"].partition("+")[0] for event in events if event["event"] == "begin"} == {version}
-    for row in rows:
-        result = row["result"]
-        assert result["mismatched"] == 0, f"{version}: {row['task']['dtype']}: {result}"
+    assert {event["megatron"].partition("+")[0] for event in events if event["event"] == "start"} == {version}
+    (row,) = (event for event in events if event["event"] == "row" and event["row"] == "TP2xCP2+SP")
+    assert set(row["columns"]) == set(COLUMNS)
+    for name, column in row["columns"].items():
+        assert column["mismatched"] == 0 < column["total"], f"{version}: {name}: {column}"

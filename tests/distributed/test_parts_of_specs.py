@@ -16,25 +16,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys, tempfile
 import patches, patches.auto
-sys.path.insert(0, "scripts")
-import megatron_on_cpu
-megatron_on_cpu.install()
+sys.path.insert(0, "tests")
+from megatron_plugins.verify.model import on_cpu
+on_cpu.install()
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
 import megatron.core.models.gpt
-import step0_engine, step0_model
+import small_model
 from pathlib import Path
 from megatron_plugins import layer_specs
 from megatron_plugins.parts import PARTS
 from patches.errors import GateError, NotCoveredError
 
-layout = step0_model.Layout("")
-step0_model.initialize(layout)
-tokens = step0_model.byte_tokens(Path("docs"), 1)
-log_prob = step0_engine._functions("upstream")[1]
+layout = small_model.layout_of()
+small_model.initialize(layout)
+tokens = small_model.byte_tokens(Path("docs"), 1)
 said = {}
 for part in PARTS:
-    model = step0_model.build(layout, torch.bfloat16, getattr(layer_specs, f"local_layer_with_deterministic_{part}"))
+    model = small_model.build(layout, torch.bfloat16, getattr(layer_specs, f"local_layer_with_deterministic_{part}"))
     ours = {n.split("layers.0.")[1] for n, m in model.named_modules()
             if "layers.0." in n and type(m).__module__.startswith("megatron_plugins")}
     outer = (model.embedding.word_embeddings, model.output_layer, model.decoder.final_layernorm)
@@ -43,8 +42,8 @@ for part in PARTS:
         losses = []
         for _ in range(2):
             torch.manual_seed(0)
-            step0_model.fill_by_name(model)
-            losses.append(step0_model.step(model, layout, tokens[0], mean_loss=torch.mean, log_prob=log_prob)["loss"])
+            small_model.fill_by_name(model)
+            losses.append(small_model.step(model, layout, tokens[0], side="upstream")["loss"])
         gate = "" if torch.equal(*losses) else "another loss"
     except GateError as error:
         gate = str(error)
@@ -59,7 +58,7 @@ try:
     layer_specs.get_gpt_layer_spec_with("ffn", base="te")
 except NotCoveredError as error:
     refused.append(str(error))
-config = step0_model.config_for(layout, torch.bfloat16)
+config = small_model.config_for(layout, torch.bfloat16)
 block = layer_specs.get_deterministic_gpt_decoder_block_spec(config, True, vp_stage=None)
 said["block"] = [len(block.layer_specs), block.layer_norm.__name__]
 said["refused"] = refused

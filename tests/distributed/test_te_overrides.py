@@ -1,6 +1,6 @@
 """The overrides against TransformerEngine's own source, release by release, on gloo ranks of this machine.
 
-Only the compiled module, CUDA streams and FlashAttention's kernel pair are stand-ins (scripts/te_on_cpu.py); every
+Only the compiled module, CUDA streams and FlashAttention's kernel pair are stand-ins (`te_on_cpu.py`); every
 upstream `.py` that runs is unmodified.
 """
 

@@ -1,6 +1,6 @@
 """TransformerEngine's own ring over packed sequences calls our corrections, and its output is that of a dense ring.
 
-Unmodified upstream `.py`; the stand-ins are those of `scripts/te_on_cpu.py` and `tests/te_cpu/packed_ring.py`.
+Unmodified upstream `.py`; the stand-ins are those of `te_on_cpu.py` and `tests/te_cpu/packed_ring.py`.
 """
 
 from __future__ import annotations

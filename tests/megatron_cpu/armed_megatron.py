@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [*filter(None, [os.environ.get("MEGATRON_SOURCES")]), str(ROOT / "scripts"), str(ROOT)]
 
 import patches.auto  # noqa: E402, F401
-from megatron_cpu import optimizer_on_cpu  # noqa: E402
+from megatron_plugins.verify.model import on_cpu  # noqa: E402
 
-optimizer_on_cpu.install()
+on_cpu.install_for_training()
 
 import megatron.core.distributed  # noqa: E402, F401

@@ -71,7 +71,7 @@ def test_imports_point_one_way():
         ("te_overrides/kernels/x.py", "from patches import override"),
         ("te_overrides/kernels/gemm/x.py", "from ... import overrides"),
         ("megatron_plugins/x.py", "from te_overrides import lse_merge"),
-        ("megatron_plugins/x.py", "importlib.import_module('scripts.step0_model')"),
+        ("megatron_plugins/x.py", "importlib.import_module('scripts.step0_report')"),
     ],
 )
 def test_a_wrong_import_is_found(importer, source):

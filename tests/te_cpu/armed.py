@@ -15,7 +15,7 @@ SOURCES = Path(os.environ["TE_SOURCES"])
 sys.path[:0] = [str(SOURCES), str(Path(__file__).resolve().parents[2] / "scripts")]
 
 import patches.auto  # noqa: E402, F401
-import te_on_cpu  # noqa: E402
+from megatron_plugins.verify.model import te_on_cpu  # noqa: E402
 
 context_parallel: ModuleType = te_on_cpu.load(SOURCES)
 backends: ModuleType = importlib.import_module(

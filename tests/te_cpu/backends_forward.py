@@ -37,7 +37,7 @@ def run(backends: Any, backend: str, qkv_format: str, group: dist.ProcessGroup) 
     """out, dQ, dK, dV of this rank's rows in the format's own order, and `rows`: which rows of the batch they are."""
     from packaging.version import Version
 
-    import te_on_cpu
+    from megatron_plugins.verify.model import te_on_cpu
 
     cu_seqlens, cu_seqlens_padded = boundaries(backend)
     if qkv_format == "thd":

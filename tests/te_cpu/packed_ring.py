@@ -32,7 +32,7 @@ def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, max_q: int, max_kv: int, *rest: Any, **options: Any
 ) -> tuple[Any, ...]:  # fmt: skip
     """FlashAttention 2.7's ``_flash_attn_varlen_forward`` on [t, h, d]: (out, lse [h, t] float32, None, rng state)."""
-    from te_on_cpu import flash_forward
+    from megatron_plugins.verify.model.te_on_cpu import flash_forward
 
     outs, lses = [], []
     queries, keys = (list(zip(c[:-1].tolist(), c[1:].tolist(), strict=True)) for c in (cu_q, cu_kv))
@@ -51,7 +51,7 @@ def prepare(context_parallel: Any, backends: Any) -> None:
 
 def run(entry: Any, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Outputs of this rank for `ring.operands()`, [b, s_local, h, d]: as one packed batch, and as a dense one."""
-    import te_on_cpu
+    from megatron_plugins.verify.model import te_on_cpu
 
     mine = ring.positions(ring.LENGTH, group)
     held = [x[:, mine].contiguous() for x in ring.operands()[:3]]

@@ -45,7 +45,7 @@ def run(
     **options: Any,
 ) -> dict[str, Tensor]:
     """out, dQ, dK, dV of this rank's rows, each [b, s_local, heads or groups, d]."""
-    import te_on_cpu
+    from megatron_plugins.verify.model import te_on_cpu
 
     length = whole[0].shape[1]
     mine = positions(length, group)

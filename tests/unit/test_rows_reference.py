@@ -115,7 +115,7 @@ def test_a_straddling_granule_is_refused() -> None:
         granules.check_run(24, shared=True, what="dgamma")
 
 
-def test_the_gradient_norm_is_exact_and_independent_of_sharding() -> None:
+def test_the_gradient_norm_is_exact_and_independent_of_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.cat([_randn(3000), torch.tensor([1e-30, 3e20, -1e-44, 0.0, -0.0, 1.5e-3])])
     exact = sum(Fraction(float(v)) ** 2 for v in values)
     bins = square_bins([values])
@@ -123,6 +123,9 @@ def test_the_gradient_norm_is_exact_and_independent_of_sharding() -> None:
     assert Fraction(numerator) * Fraction(2) ** exponent == exact
     shards = square_bins([values[::3]]) + square_bins([values[1::3], values[2::3]])
     assert norm_from_bins(bins) == norm_from_bins(shards) == pytest.approx(math.sqrt(exact), rel=1e-15)
+    with monkeypatch.context() as patch:
+        patch.setattr("te_overrides.kernels.grad_norm.reference._PART", 7)
+        assert torch.equal(square_bins([values]), bins), "a tensor taken in parts"
     assert norm_from_bins(square_bins([torch.tensor([3.0, 4.0])])) == 5.0
     assert norm_from_bins(square_bins([torch.zeros(3)])) == 0.0
     with pytest.raises(NonFiniteError):

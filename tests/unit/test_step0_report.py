@@ -10,12 +10,21 @@ import pytest
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import quickstart
 import step0_report
-from step0_report import Progress, ReportError
+from megatron_plugins.verify.progress import Progress
+from step0_report import ReportError
 
 
 def result(mismatched, what=None, delta=None):
-    parts = {"logits": [mismatched, 1000], "logprobs": [0, 100], "loss": [0, 1], "gradients": [0, 5000]}
+    parts = {
+        "logits": [mismatched, 1000],
+        "log-probs": [0, 100],
+        "loss": [0, 1],
+        "gradients": [0, 2000],
+        "gradient norm": [0, 3],
+        "weights": [0, 2997],
+    }
     out = {
         "mismatched": mismatched,
         "total": 6101,
@@ -241,3 +250,27 @@ def test_progress_refuses_the_end_of_what_never_began():
         pytest.raises(ValueError, match="'TP4' ends"),
     ):
         progress.end("TP4", "")
+
+
+def test_the_quick_start_has_a_row_for_every_layout_and_a_reason_where_upstream_has_none():
+    columns = {
+        name: {"mismatched": 0, "total": 4, "first": None, "max_abs": 0.0}
+        for name in step0_report.MODEL_PARTS
+    }
+    measured = quickstart._row_result({"ran": True, "columns": columns, "seconds": 1.0, "peak_bytes": 0})
+    sides = {
+        side: {row.name for row in quickstart.rows_of(side, quickstart.LAYOUTS)}
+        for side in ("upstream", "ring", "deterministic")
+    }
+    assert sides["upstream"] == {"TP2", "TP4"} and sides["ring"] == {"CP2", "CP4"}
+    assert sides["deterministic"] == set(quickstart.LAYOUTS)
+    upstream = {
+        (name, dtype): measured for name in sides["upstream"] | sides["ring"] for dtype in quickstart.DTYPES
+    }
+    ours = {(name, dtype): measured for name in quickstart.LAYOUTS for dtype in quickstart.DTYPES}
+    lse = {"mismatched": 3, "total": 8, "seconds": 0.1, "max_abs": 1e-7}
+    rows = quickstart.build_rows(upstream, ours, lse, quickstart.LAYOUTS)
+    report = step0_report.checked({"environment": {"device": "CPU"}, "rows": rows})
+    assert len(report.rows) == 2 * len(quickstart.LAYOUTS) and not report.failures()
+    absent = {row.name for row in report.rows if row.upstream is None and row.dtype == "fp32"}
+    assert absent == {"TP2+SP", "TP2xCP2+SP"}

@@ -17,6 +17,7 @@ from te_overrides.kernels.eager import eager_only
 _LOWEST = -298  # exponent of the square of the smallest float32 subnormal
 _BINS = 2 * 128 - _LOWEST + 1
 _HALF = 27
+_PART = 1 << 24  # elements at a time: what is made of one takes 60 bytes
 
 
 class NonFiniteError(ArithmeticError):
@@ -34,14 +35,19 @@ def square_bins(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     bins = torch.zeros(_BINS, 2, dtype=torch.int64)
     for tensor in tensors:
-        x = tensor.detach().reshape(-1).to(torch.float32).to(torch.float64)
-        if not bool(torch.isfinite(x).all()):
-            raise NonFiniteError("the gradient norm was asked for, but a gradient holds NaN or infinity")
-        significand, exponent = torch.frexp(torch.mul(x, x))
-        whole = torch.mul(significand, float(2**53)).to(torch.int64)  # exact: significand has 48 bits at most
-        index = torch.where(whole == 0, torch.zeros_like(exponent), exponent - _LOWEST).to(torch.int64)
-        halves = torch.stack([whole >> _HALF, whole & (2**_HALF - 1)], dim=1).cpu()
-        bins.index_add_(0, index.cpu(), halves)
+        for part in tensor.detach().reshape(-1).split(_PART):
+            x = part.to(torch.float32).to(torch.float64)
+            if not bool(torch.isfinite(x).all()):
+                raise NonFiniteError("the gradient norm was asked for, but a gradient holds NaN or infinity")
+            significand, exponent = torch.frexp(torch.mul(x, x))
+            whole = torch.mul(significand, float(2**53)).to(
+                torch.int64
+            )  # exact: significand has 48 bits at most
+            index = torch.where(whole == 0, torch.zeros_like(exponent), exponent - _LOWEST).to(torch.int64)
+            halves = torch.stack([whole >> _HALF, whole & (2**_HALF - 1)], dim=1)
+            # Where the gradient lies: integer additions give the same bins in any order.
+            here = torch.zeros(_BINS, 2, dtype=torch.int64, device=x.device)
+            bins += here.index_add_(0, index, halves).cpu()
     return bins
 
 

@@ -84,7 +84,8 @@ class _CompiledModule(types.ModuleType):
             raise AttributeError(name)
         if self._enums.get(name):
             # Compared member by member while upstream is imported.
-            value: Any = enum.IntEnum(name, self._enums[name], module=self.__name__)
+            make: Any = enum.IntEnum
+            value: Any = make(name, self._enums[name], module=self.__name__)
         elif name[:1].isupper():
             value = _SymbolType(name, (), {"__module__": self.__name__})
         else:
@@ -185,7 +186,8 @@ def flash_backward(
     ds = p * (dp - delta) * softmax_scale
 
     def sum_group(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (-1, group)).sum(3)
+        total: torch.Tensor = torch.unflatten(x, 2, (-1, group)).sum(3)
+        return total
 
     dq.copy_(torch.einsum("bhqk,bkhd->bqhd", ds, k.double().repeat_interleave(group, 2)))
     dk.copy_(sum_group(torch.einsum("bhqk,bqhd->bkhd", ds, q.double())))
@@ -207,22 +209,24 @@ class _WaitOnce:
 
 def prepare_ring(context_parallel: Any) -> None:
     """Let the loaded module run its ring on CPU tensors over gloo."""
-    backends = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.backends")
+    backends: Any = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.backends"
+    )
     utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
-    extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    cuda = torch.cuda
-    cuda.current_stream = lambda *_: FakeStream()  # type: ignore[assignment,return-value]
-    cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment]
-    cuda.Event = lambda *_a, **_k: FakeStream()  # type: ignore[assignment,misc]
-    cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    cuda.get_device_properties = lambda _d=0: types.SimpleNamespace(  # type: ignore[assignment]
+    extensions: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    cuda: Any = torch.cuda
+    cuda.current_stream = lambda *_: FakeStream()
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    cuda.Event = lambda *_a, **_k: FakeStream()
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.get_device_properties = lambda _d=0: types.SimpleNamespace(
         major=9, minor=0, name="cpu", multi_processor_count=1
     )
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None  # type: ignore[assignment]
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     context_parallel.get_device_compute_capability = lambda: (9, 0)
-    extensions.get_cudnn_version = lambda: 91800  # type: ignore[attr-defined]
+    extensions.get_cudnn_version = lambda: 91800
     for name in ("v2_3_plus", "v2_4_plus", "v2_4_1_plus", "v2_5_7_plus", "v2_6_0_plus", "v2_7_0_plus"):
         setattr(utils.FlashAttentionUtils, name, True)
-    backends._flash_attn_fwd, backends._flash_attn_bwd = flash_forward, flash_backward  # type: ignore[attr-defined]
+    backends._flash_attn_fwd, backends._flash_attn_bwd = flash_forward, flash_backward
     exchange = context_parallel.flash_attn_p2p_communicate
     context_parallel.flash_attn_p2p_communicate = lambda *a: [_WaitOnce(request) for request in exchange(*a)]

@@ -1,4 +1,4 @@
-"""Upstream's context-parallel attention inside the small model: TransformerEngine's real ring over gloo.
+"""Upstream's context-parallel attention inside a GPT: TransformerEngine's real ring over gloo.
 
 The core attention of Megatron's local spec refuses context parallelism, so the ring is put in its place: the same
 FlashAttention stand-in without context parallelism, TransformerEngine's ``attn_forward_func_with_cp`` with it.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-import te_on_cpu
+from megatron_plugins.verify.model import te_on_cpu
 
 _MODULE: Any = None
 
@@ -31,6 +31,7 @@ def load_ring(sources: Path) -> None:
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        out: torch.Tensor
         out, lse, _, _ = te_on_cpu.flash_forward(q, k, v, softmax_scale=scale, causal=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
@@ -71,7 +72,8 @@ class RingCoreAttention(torch.nn.Module):
                 qkv_format="bshd", attn_mask_type="causal", deterministic=True, use_fused_attention=False,
                 window_size=(-1, 0),
             )  # fmt: skip
-        return out.reshape(q.shape[0], q.shape[1], -1).transpose(0, 1).contiguous()
+        by_head: torch.Tensor = out.reshape(q.shape[0], q.shape[1], -1)
+        return by_head.transpose(0, 1).contiguous()
 
 
 def ring_spec() -> Any:
