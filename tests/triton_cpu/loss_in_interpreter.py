@@ -1,23 +1,31 @@
 """Runs the kernels of loss and embedding in Triton's interpreter and prints, as JSON, mismatches against the references.
 
 Started by tests as a process of its own with TRITON_INTERPRET=1, which Triton reads when it is imported. With the
-argument `mutant` one block of a lane is added in another place of the tree.
+argument `mutant` ranks' lanes arrive in another order; with `fused` it is NVIDIA's path.
 """
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import itertools
 import json
 import math
 import sys
 import warnings
+from typing import Any
 
+import numpy as np
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from te_overrides.kernels.bits import count_mismatches
-from te_overrides.kernels.cross_entropy import kernel, reference
+from te_overrides.kernels.cross_entropy import kernel, narrow, reference
 from te_overrides.kernels.embedding import kernel as embedding_kernel
 from te_overrides.kernels.embedding import reference as embedding_reference
+from te_overrides.kernels.portable_math.reference import exp
 
 Counts = dict[str, list[int]]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,12 +124,49 @@ def embeddings() -> Counts:
     return counts
 
 
+def fuse() -> None:
+    """NVIDIA's path, with the C library's fused multiply-add in the place of the interpreter's two roundings."""
+    fma = ctypes.CDLL(ctypes.util.find_library("m")).fma
+    fma.restype, fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+    fused = np.frompyfunc(fma, 3, 1)
+
+    def create_fma(_: InterpreterBuilder, x: Any, y: Any, z: Any) -> TensorHandle:
+        return TensorHandle(fused(x.data, y.data, z.data).astype(np.float64), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
+    kernel.is_narrow = lambda hip: True
+
+
+@triton.jit
+def exponentials_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, narrow.exp_of_difference(tl.load(x_ptr + at)))
+
+
+def exponentials() -> Counts:
+    """Random differences, all sizes of them, the ends, and -14.5671…, where ln 2 in one part is not enough."""
+    x = torch.cat([-104 * torch.rand(3000, generator=_generator), -(2.0 ** (-40 * torch.rand(1000, generator=_generator)))])
+    hard = torch.tensor([0x416912CD], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([x, -hard, torch.tensor([0.0, -0.0, -103.97, -103.98, -104.0, -1e30, -math.inf, math.nan])])
+    x = torch.cat([x, -torch.linspace(0, 106, 4096 - len(x))])
+    got, counts = torch.empty_like(x), Counts()
+    exponentials_kernel[(1,)](x, got, len(x))
+    compare(counts, "exponentials", [got], [exp(x)])
+    return counts
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     # Lanes of several blocks although the interpreter is slow.
     kernel.SUMS = (64, 32)
+    found: dict[str, Counts] = {}
     if "mutant" in sys.argv:
-        # Lanes in the order 0 2 1 3 …: another bracket.
+        # Lanes in the order 0 2 4 6 1 3 5 7: another bracket.
         joined = kernel._joined
         kernel._joined = lambda pieces: joined(pieces[::2] + pieces[1::2])
-    print(json.dumps({"losses": losses(), "embeddings": embeddings()}))
+    if "fused" in sys.argv:
+        fuse()
+        found["exponentials"] = exponentials()
+    else:
+        found["embeddings"] = embeddings()
+    print(json.dumps(found | {"losses": losses()}))

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from te_overrides.kernels.collectives.transport import all_gather, group_rank, group_size
-from te_overrides.kernels.cross_entropy.narrow import exp_of_difference, gradient
+from te_overrides.kernels.cross_entropy.narrow import exp_of_difference, softmax
 from te_overrides.kernels.cross_entropy.reference import check_vocabulary
 from te_overrides.kernels.gemm.reference import LANES, lanes_per_rank
 from te_overrides.kernels.launching import Launch, Plans, device_of, options, row_stride, signature, with_rows
@@ -137,10 +137,8 @@ def grad_kernel(
 ):  # fmt: skip
     """-> out [rows, width] contiguous: (one-hot - softmax) times the row's gradient, in the logits' dtype."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    blocks = (width + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     peak, total, grad = tl.load(peak_ptr + row), tl.load(total_ptr + row), tl.load(grad_ptr + row).to(tl.float32)
     if NEGATE:
@@ -148,10 +146,10 @@ def grad_kernel(
     hot = column == tl.load(target_ptr + row) - first
     difference = _logits(logits_ptr + row * stride, column, inside, valid) - peak
     if NARROW:
-        value = gradient(difference, total, hot, grad, DTYPE)
+        soft = softmax(difference, total)
     else:
         soft = (exp_f64(difference.to(tl.float64)) / total.to(tl.float64)).to(tl.float32)
-        value = rounded((tl.where(hot, 1.0, 0.0) - soft) * grad, DTYPE)
+    value = rounded((tl.where(hot, 1.0, 0.0) - soft) * grad, DTYPE)
     tl.store(out_ptr + row * width + column, value, mask=inside)
 
 
@@ -270,7 +268,7 @@ def _plan_backward(logits: torch.Tensor, first: int, valid: int, negate: bool) -
     block, threads = GRADIENT
     return Launch(
         grad_kernel,
-        (logits.numel() // width * triton.cdiv(width, block), 1, 1),
+        (logits.numel() // width, triton.cdiv(width, block), 1),
         (row_stride(logits), first, valid, width),
         {"BLOCK": block, "NEGATE": negate, "NARROW": is_narrow(torch.version.hip is not None)},
         options(threads),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from te_overrides.kernels.launching import Launch, Plans, device_of, options, row_stride, signature, with_rows
+from te_overrides.kernels.rounding.kernel import rounded
 
 BLOCK, THREADS = 1024, 128
 AHEAD = 8
@@ -22,14 +23,13 @@ _plans = Plans()
 @triton.jit
 def lookup_kernel(ids_ptr, weight_ptr, out_ptr, stride, first, rows, columns, BLOCK: tl.constexpr):
     """ids [T], weight [rows, columns] -> out [T, columns] contiguous; +0 for ids of other ranks and for -0."""
-    blocks = (columns + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    token = program // blocks
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(ids_ptr + token) - first
     here = (place >= 0) & (place < rows)
     value = tl.load(weight_ptr + place * stride + column, mask=column < tl.where(here, columns, 0), other=0.0)
-    value = tl.where(value == 0.0, 0.0, value).to(out_ptr.dtype.element_ty)
+    value = value.to(tl.float32)
+    value = rounded(tl.where(value == 0.0, 0.0, value), out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * columns + column, value, mask=column < columns)
 
 
@@ -39,10 +39,8 @@ def gradient_kernel(
     BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """ids [T] sorted, order [T], grad [T, columns] -> out [rows, columns] float32, which holds zeros."""
-    blocks = (columns + BLOCK - 1) // BLOCK
-    program = tl.program_id(0).to(tl.int64)
-    at = program // blocks
-    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     own = tl.load(ids_ptr + at)
     before = tl.load(ids_ptr + at - 1, mask=at > 0, other=-1)
@@ -63,7 +61,7 @@ def gradient_kernel(
 
 def _lookup_plan(ids: torch.Tensor, weight: torch.Tensor, first: int) -> Launch:
     rows, columns = weight.shape
-    grid = (ids.numel() * triton.cdiv(columns, BLOCK), 1, 1)
+    grid = (ids.numel(), triton.cdiv(columns, BLOCK), 1)
     return Launch(
         lookup_kernel, grid, (row_stride(weight), first, rows, columns), {"BLOCK": BLOCK}, options(THREADS)
     )
@@ -83,7 +81,7 @@ def lookup(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
 
 def _gradient_plan(grad: torch.Tensor, rows: int) -> Launch:
     tokens, columns = grad.shape
-    grid = (tokens * triton.cdiv(columns, BLOCK), 1, 1)
+    grid = (tokens, triton.cdiv(columns, BLOCK), 1)
     constants = {"BLOCK": BLOCK, "AHEAD": AHEAD}
     return Launch(gradient_kernel, grid, (row_stride(grad), tokens, rows, columns), constants, options(THREADS))
 
