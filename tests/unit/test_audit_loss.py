@@ -93,10 +93,10 @@ def test_compiled_for_amd_nothing_spills_or_is_fused(arch: str, dtype: str, name
 
 @pytest.mark.parametrize("dtype", NAMES.values())
 def test_compiled_for_hopper_the_fused_exponential_has_fourteen_operations(dtype: str) -> None:
-    """Four elements a thread in a block: what the header of `narrow.py` counts, and no library call."""
-    ptx = compiled("sums", dtype, GPUTarget("cuda", 90, 32), BLOCK_LEVELS=7, MORE_LEVELS=8, NARROW=True).asm["ptx"]
+    """Eight elements a thread: what the header of `narrow.py` counts, and no library call."""
+    ptx = compiled("sums", dtype, GPUTarget("cuda", 90, 32), NARROW=True).asm["ptx"]
     found = re.findall(r"^\s*(fma|add|sub|mul|div)\.(?:rn|rz)?\.?f64", ptx, re.M)
-    assert len(found) == 4 * 14, len(found)
+    assert len(found) == 8 * 14, len(found)
     assert not re.search(r'fma\.rn\.f32|\bcall\b', ptx)
 
 
