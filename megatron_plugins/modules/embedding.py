@@ -28,7 +28,7 @@ class _Lookup(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.first_row, ctx.scatter, ctx.layout = first_row, scatter, layout
-        rows = lookup(ids.transpose(0, 1) if scatter else ids, weight, first_row)
+        rows = lookup(ids.transpose(0, 1).contiguous() if scatter else ids, weight, first_row)
         return sum_over_tp(rows, layout, scatter)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Runs the kernels of loss and embedding in Triton's interpreter and prints, as JSON, mismatches against the references.
+"""Runs the kernels of loss and embedding in Triton's interpreter and prints mismatches against the references.
 
 Started by tests as a process of its own with TRITON_INTERPRET=1, which Triton reads when it is imported. With the
 argument `mutant` ranks' lanes arrive in another order; with `fused` it is NVIDIA's path.
@@ -47,9 +47,7 @@ def sharded(
 ) -> list[torch.Tensor]:
     """Output and gradient of `size` ranks that take turns in one process; every rank's output must be the same."""
     parts = logits.chunk(size, -1)
-    ranks = [
-        kernel.log_prob_steps(x, target, (index, size), valid, negate) for index, x in enumerate(parts)
-    ]
+    ranks = [kernel.log_prob_steps(x, target, (index, size), valid, negate) for index, x in enumerate(parts)]
     mine, results = [next(rank) for rank in ranks], []
     for _ in range(2):
         everybody, mine = mine, []
@@ -145,7 +143,12 @@ def exponentials_kernel(x_ptr, out_ptr, N: tl.constexpr):
 
 def exponentials() -> Counts:
     """Random differences, all sizes of them, the ends, and -14.5671…, where ln 2 in one part is not enough."""
-    x = torch.cat([-104 * torch.rand(3000, generator=_generator), -(2.0 ** (-40 * torch.rand(1000, generator=_generator)))])
+    x = torch.cat(
+        [
+            -104 * torch.rand(3000, generator=_generator),
+            -(2.0 ** (-40 * torch.rand(1000, generator=_generator))),
+        ]
+    )
     hard = torch.tensor([0x416912CD], dtype=torch.int32).view(torch.float32)
     x = torch.cat([x, -hard, torch.tensor([0.0, -0.0, -103.97, -103.98, -104.0, -1e30, -math.inf, math.nan])])
     x = torch.cat([x, -torch.linspace(0, 106, 4096 - len(x))])

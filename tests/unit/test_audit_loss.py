@@ -66,9 +66,7 @@ def compiled(name: str, dtype: str, target: GPUTarget, **changed: Any) -> triton
     function, typed, constants, threads = KERNELS[name]
     constants = constants | changed
     types = dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(INT64, "*i64") | dict.fromkeys(typed, dtype)
-    signature = {
-        n: "constexpr" if n in constants else types.get(n, "i32") for n in function.arg_names
-    }
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in function.arg_names}
     pointers = [i for i, n in enumerate(signature) if n.endswith("_ptr")]
     source = ASTSource(
         fn=function,
@@ -97,7 +95,7 @@ def test_compiled_for_hopper_the_fused_exponential_has_fourteen_operations(dtype
     ptx = compiled("sums", dtype, GPUTarget("cuda", 90, 32), NARROW=True).asm["ptx"]
     found = re.findall(r"^\s*(fma|add|sub|mul|div)\.(?:rn|rz)?\.?f64", ptx, re.M)
     assert len(found) == 8 * 14, len(found)
-    assert not re.search(r'fma\.rn\.f32|\bcall\b', ptx)
+    assert not re.search(r"fma\.rn\.f32|\bcall\b", ptx)
 
 
 def subject(dtype: str) -> Kernel:
@@ -127,7 +125,9 @@ def _array(x: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", NAMES, ids=str)
-@pytest.mark.parametrize(("block", "warps"), [(64, 1), (512, 2), (kernel.GRADIENT[0], kernel.GRADIENT[1] // 64)])
+@pytest.mark.parametrize(
+    ("block", "warps"), [(64, 1), (512, 2), (kernel.GRADIENT[0], kernel.GRADIENT[1] // 64)]
+)
 def test_the_gradient_for_amd_gpus_has_the_reference_s_bits(
     arch: str, dtype: torch.dtype, block: int, warps: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""`reference.py` as Triton kernels: what a rank knows of a row is nine numbers, and float32 logits exist in registers only.
+"""`reference.py` as Triton kernels: float32 logits exist in registers only.
 
     peaks_kernel    largest logit of each lane, and the target's logit where it is here
     sums_kernel     sum of exponentials of each lane: trees over blocks, then over the blocks' sums
@@ -73,7 +73,9 @@ def peaks_kernel(
 def _peak(known_ptr, row, rows, LANES_HERE: tl.constexpr, LANES_ALL: tl.constexpr):
     """[R] largest logit of the rows from what every rank knows, [ranks, rows, LANES_HERE + 1]."""
     lane = tl.arange(0, LANES_ALL)
-    at = ((lane // LANES_HERE)[None, :] * rows + row[:, None]) * (LANES_HERE + 1) + (lane % LANES_HERE)[None, :]
+    at = ((lane // LANES_HERE)[None, :] * rows + row[:, None]) * (LANES_HERE + 1) + (lane % LANES_HERE)[
+        None, :
+    ]
     return tl.max(tl.load(known_ptr + at, mask=(row < rows)[:, None], other=0.0), 1)
 
 
@@ -140,7 +142,11 @@ def grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    peak, total, grad = tl.load(peak_ptr + row), tl.load(total_ptr + row), tl.load(grad_ptr + row).to(tl.float32)
+    peak, total, grad = (
+        tl.load(peak_ptr + row),
+        tl.load(total_ptr + row),
+        tl.load(grad_ptr + row).to(tl.float32),
+    )
     if NEGATE:
         grad = -grad
     hot = column == tl.load(target_ptr + row) - first
@@ -168,12 +174,14 @@ def _plan_forward(
     levels = {"BLOCK_LEVELS": SUMS[0].bit_length() - 1}
     levels["MORE_LEVELS"] = (triton.cdiv(width, SUMS[0]) - 1).bit_length()
     narrow = {"NARROW": is_narrow(torch.version.hip is not None)}
-    every, last = {"LANES_ALL": LANES}, {"LEVELS": LANES.bit_length() - 1, "NEGATE": negate, "ROWS": FINISH[0]}
+    every, last = (
+        {"LANES_ALL": LANES},
+        {"LEVELS": LANES.bit_length() - 1, "NEGATE": negate, "ROWS": FINISH[0]},
+    )
+    peaks = {"LANES_HERE": here, "BLOCK": PEAKS[0]}
     grid = (rows * here, 1, 1)
     return (
-        Launch(
-            peaks_kernel, grid, (stride, first, valid, width), {"LANES_HERE": here, "BLOCK": PEAKS[0]}, options(PEAKS[1])
-        ),
+        Launch(peaks_kernel, grid, (stride, first, valid, width), peaks, options(PEAKS[1])),
         Launch(sums_kernel, grid, (stride, rows, valid), lanes | every | levels | narrow, options(_warps(SUMS[1]))),
         Launch(finish_kernel, (triton.cdiv(rows, FINISH[0]), 1, 1), (rows,), lanes | every | last, options(FINISH[1])),
     )  # fmt: skip
@@ -285,7 +293,7 @@ def log_prob_backward(
     valid: int | None = None,
     negate: bool = False,
 ) -> torch.Tensor:
-    """The logits' gradient [..., V / TP] in their dtype, of the rank `index`, for `grad` [...] and what `log_prob` returned."""
+    """The logits' gradient [..., V / TP] in their dtype, for `grad` [...] and what `log_prob` returned."""
     logits, target, grad = with_rows(logits), target.contiguous(), grad.contiguous()
     first, valid_here = _columns(logits, index, valid)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

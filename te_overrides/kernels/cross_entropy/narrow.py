@@ -1,6 +1,6 @@
 """The loss's exponential and softmax on NVIDIA GPUs: the portable functions' bits at less than half their work.
 
-The portable exponential takes 29 float64 instructions (two of them comparisons) and two conversions for a logit, its
+The portable exponential takes 31 float64 instructions (two of them comparisons) and two conversions for a logit, its
 quotient about ten more, and the H200 issues 64 of them a clock and multiprocessor: more time than the memory needs.
 
 `exp_of_difference` fuses: 14 float64 instructions, the portable polynomial. It is not the same float64 number, but the

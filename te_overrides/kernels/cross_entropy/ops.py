@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probability and loss with autograd: the reference on a CPU, kernels of the same bits on a GPU."""
+"""Vocabulary-parallel log-probability and loss with autograd: reference on a CPU, kernels of the same bits on a GPU."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ def gradient_kernel(
                 # -1: nobody's, so no run goes on past the last token.
                 here = tl.load(ids_ptr + at + step, mask=at + step < tokens, other=-1) == own
                 token = tl.load(order_ptr + at + step, mask=here, other=0)
-                term = tl.load(grad_ptr + token * stride + column, mask=column < tl.where(here, columns, 0), other=0.0)
+                term = tl.load(
+                    grad_ptr + token * stride + column, mask=column < tl.where(here, columns, 0), other=0.0
+                )
                 total = tl.where(here, total + term.to(tl.float32), total)
                 more = here
             at += AHEAD
@@ -83,7 +85,9 @@ def _gradient_plan(grad: torch.Tensor, rows: int) -> Launch:
     tokens, columns = grad.shape
     grid = (tokens, triton.cdiv(columns, BLOCK), 1)
     constants = {"BLOCK": BLOCK, "AHEAD": AHEAD}
-    return Launch(gradient_kernel, grid, (row_stride(grad), tokens, rows, columns), constants, options(THREADS))
+    return Launch(
+        gradient_kernel, grid, (row_stride(grad), tokens, rows, columns), constants, options(THREADS)
+    )
 
 
 def embedding_gradient(ids: torch.Tensor, grad: torch.Tensor, rows: int) -> torch.Tensor:
