@@ -20,7 +20,7 @@ from te_overrides.kernels.collectives.reference import (
     start_reduce_scatter,
 )
 from te_overrides.kernels.collectives.transport import all_gather, group_size, start_all_gather
-from te_overrides.kernels.embedding.reference import embedding_gradient
+from te_overrides.kernels.embedding.ops import embedding_gradient
 from te_overrides.kernels.gemm.ops import one_lane
 from te_overrides.kernels.granules.ops import granule_partials, sum_granules
 from te_overrides.kernels.granules.reference import check_run

@@ -11,6 +11,7 @@ from megatron_plugins.collectives.ownership import embedding_weight_gradient, ga
 from megatron_plugins.modules.gradient_accumulation import deliver
 from megatron_plugins.parallel_layout import ParallelLayout
 from te_overrides.kernels.eager import eager_only
+from te_overrides.kernels.embedding.ops import lookup
 
 
 class _Lookup(torch.autograd.Function):
@@ -27,12 +28,8 @@ class _Lookup(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.first_row, ctx.scatter, ctx.layout = first_row, scatter, layout
-        place = ids - first_row
-        here = (place >= 0) & (place < weight.shape[0])
-        rows = weight[place.clamp(0, weight.shape[0] - 1)]
-        # One rank contributes a row, the others +0; `+ 0.0` gives the one-rank case the same zero.
-        rows = torch.add(torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows)), 0.0)
-        return sum_over_tp(rows.transpose(0, 1).contiguous() if scatter else rows, layout, scatter)
+        rows = lookup(ids.transpose(0, 1).contiguous() if scatter else ids, weight, first_row)
+        return sum_over_tp(rows, layout, scatter)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

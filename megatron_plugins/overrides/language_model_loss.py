@@ -28,7 +28,7 @@ from patches import override
     versions=">=0.14",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
-    from te_overrides.kernels.cross_entropy.reference import vocab_parallel_cross_entropy
+    from te_overrides.kernels.cross_entropy.ops import vocab_parallel_cross_entropy
 
     @functools.wraps(original)
     def compute_language_model_loss(self: Any, labels: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def spec_of(side: str) -> Any:
 def log_prob(side: str, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """logits [B, s, V / TP], labels [B, s] -> log-probability of the labels [B, s], by the side's own function."""
     if side == "deterministic":
-        from te_overrides.kernels.cross_entropy.reference import vocab_parallel_log_prob
+        from te_overrides.kernels.cross_entropy.ops import vocab_parallel_log_prob
 
         group = parallel_state.get_tensor_model_parallel_group()
         chosen: torch.Tensor = vocab_parallel_log_prob(

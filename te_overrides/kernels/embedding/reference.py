@@ -1,4 +1,4 @@
-"""Embedding gradient without atomics (docs/numbers.md, "Tokens").
+"""Embedding lookup, and its gradient without atomics (docs/numbers.md, "Tokens").
 
 A row of the gradient is the float32 chain of the output gradients of the tokens that used it, in canonical token
 order, rounded once to the weight's dtype.
@@ -9,6 +9,20 @@ from __future__ import annotations
 import torch
 
 from te_overrides.kernels.eager import eager_only
+
+
+@eager_only
+def lookup(
+    ids: torch.Tensor,  # [...] int64, of the whole vocabulary
+    weight: torch.Tensor,  # [rows, C], the rank's part, whose first row has the id `first`
+    first: int,
+) -> torch.Tensor:  # [..., C] in the weight's dtype
+    """Rows of the table; +0 for ids of other ranks, so that the sum over ranks is exact. -0 becomes +0 everywhere."""
+    place = ids - first
+    here = (place >= 0) & (place < weight.shape[0])
+    rows = weight[place.clamp(0, weight.shape[0] - 1)]
+    # One rank contributes a row, the others +0; `+ 0.0` gives the one-rank case the same zero.
+    return torch.add(torch.where(here.unsqueeze(-1), rows, torch.zeros_like(rows)), 0.0)
 
 
 @eager_only
