@@ -60,6 +60,16 @@ def require_positions(ids: torch.Tensor, layout: ParallelLayout) -> None:
             )
 
 
+def _context_parallel_layouts(model: Any) -> set[ParallelLayout]:
+    """What the modules of a model go by: one layout, unless somebody told them different things."""
+    said = {getattr(module, "layout", None) for module in model.modules()}
+    found = {layout for layout in said if isinstance(layout, ParallelLayout)}
+    if not found:
+        groups = getattr(model, "pg_collection", None) or getattr(model, "model_comm_pgs", None)
+        found = {layout_of(model.config, getattr(groups, "tp", None), getattr(groups, "cp", None))}
+    return {layout for layout in found if layout.cp_size > 1}
+
+
 def check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a deterministic GPTModel: `forward(input_ids, position_ids, …)`; cheap for a known shape.
 
@@ -75,8 +85,6 @@ def check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     known: set[torch.Size] = model.__dict__.setdefault("checked_position_shapes", set())
     if ids.shape in known:
         return
-    groups = getattr(model, "pg_collection", None) or getattr(model, "model_comm_pgs", None)
-    layout = layout_of(model.config, getattr(groups, "tp", None), getattr(groups, "cp", None))
-    if layout.cp_size > 1:
+    for layout in _context_parallel_layouts(model):
         require_positions(ids, layout)
     known.add(ids.shape)

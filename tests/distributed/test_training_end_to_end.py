@@ -45,8 +45,10 @@ FOR_OTHER_MODULES = (
     "megatron.linear.reduce_scatter",
     "megatron.linear.input_gradient",
     "megatron.frozen_linear.input_gradient",
+    "megatron.paged_attention",
 )
-"""Sums of upstream's own modules over tensor-parallel ranks: a model of ours has none of these modules."""
+"""Sums of upstream's own modules over tensor-parallel ranks: a model of ours has none of these modules. Pages: of
+inference."""
 
 
 def train(

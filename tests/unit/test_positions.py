@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +98,8 @@ def test_the_hook_looks_once_a_shape_and_only_at_ids_cut_with_the_tokens(
     def call(model: Any, *args: Any, **kwargs: Any) -> None:
         check_positions(model, args, kwargs)
 
-    model = SimpleNamespace(config=None)
+    model = torch.nn.Module()
+    model.config = None  # type: ignore[assignment]
     for arguments in (
         {"args": (wrong, wrong)},
         {"kwargs": {"input_ids": wrong, "position_ids": wrong}},

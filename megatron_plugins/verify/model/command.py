@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import subprocess
+import tempfile
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -84,28 +85,24 @@ def events(side: str, options: Sequence[str], engine: Sequence[str] = ENGINE) ->
     places = [str(ROOT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     environment.pop("DETERMINISTIC_ROCM", None)
-    process = subprocess.Popen(
-        [*engine, side, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    chatter: list[str] = []
-    try:
-        for line in process.stdout:
-            if line.startswith('{"event"'):
+    with tempfile.TemporaryFile("w+", errors="replace") as chatter:
+        process = subprocess.Popen(
+            [*engine, side, *options], stdout=subprocess.PIPE, stderr=chatter, text=True, env=environment
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
                 yield json.loads(line)
-            else:
-                chatter.append(line)
-        if process.wait():
-            raise EngineFailure(
-                f"the engine of side {side!r} ended with status {process.returncode}:\n{''.join(chatter[-40:])}"
-            )
-    finally:
-        if process.poll() is None:
-            process.kill()
+            if process.wait():
+                chatter.seek(0)
+                raise EngineFailure(
+                    f"the engine of side {side!r} ended with status {process.returncode}:\n"
+                    f"{''.join(chatter.readlines()[-40:])}"
+                )
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def result_of(event: dict[str, Any]) -> dict[str, Any]:

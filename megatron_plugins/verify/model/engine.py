@@ -5,7 +5,8 @@ A process that computes as upstream does must never have been armed, so each sid
 every row as many idle ranks as it needs and a process group of their own. A row that fails is reported with the
 traceback of the rank that failed first; the ranks are killed and forked anew, and the other rows go on.
 
-Events: ``{"event": "start"|"begin"|"step"|"row"|"failed", …}``; a step is told by rank 0.
+Events: ``{"event": "start"|"begin"|"step"|"row"|"failed", …}``; a step is told by rank 0. They have standard output to
+themselves and one writer, this process: whatever else is printed, by ranks too, goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import traceback
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_plugins.verify.model.plan import BASELINE, SHAPES, SIDES, Row, Setting, selected
 
@@ -49,9 +50,9 @@ def _serve(pipe: Connection, setting: Setting, baseline: Path) -> None:
         start = time.monotonic()
         try:
 
-            def on_step(done: int, row: Row = row, rank: int = rank) -> None:
+            def on_step(done: int, rank: int = rank) -> None:
                 if rank == 0:
-                    _say(event="step", side=setting.side, row=row.name, done=done, steps=setting.shape.steps)
+                    pipe.send({"step": done})
 
             is_baseline = row.name == BASELINE
             records, phases = train.run_row(setting, row, rank, store, baseline, is_baseline, on_step)
@@ -76,8 +77,20 @@ def arm(side: str) -> None:
         os.environ.pop("DETERMINISTIC_ROCM", None)
 
 
+_events: TextIO = sys.stdout
+
+
 def _say(**event: Any) -> None:
-    print(json.dumps(event), flush=True)
+    # One write, or the end of the line comes after what somebody else has to say.
+    _events.write(json.dumps(event) + "\n")
+    _events.flush()
+
+
+def keep_standard_output() -> None:
+    """From here on events alone are written to standard output."""
+    global _events
+    _events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 class _Running:
@@ -183,6 +196,12 @@ class Engine:
                 self.processes[worker].join(timeout=5)
                 code = self.processes[worker].exitcode
                 answer = {"error": f"a rank's process died with exit status {code}", "rank": worker}
+            if "step" in answer:
+                _say(
+                    event="step", side=self.setting.side, row=run.row.name, done=answer["step"],
+                    steps=self.setting.shape.steps,
+                )  # fmt: skip
+                continue
             if "error" in answer:
                 return run, f"rank {answer['rank']}: {answer['error']}"
             run.answers.append(answer)
@@ -259,6 +278,7 @@ def shape_of(text: str) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run one side's rows."""
     args = arguments().parse_args(argv)
+    keep_standard_output()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if sys.platform == "linux":
         # Without it gloo resolves the host name, which fails on machines that are not in their own DNS.
