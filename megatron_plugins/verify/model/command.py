@@ -11,8 +11,8 @@ import math
 import os
 import platform
 import subprocess
-import tempfile
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
