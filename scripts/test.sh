@@ -22,8 +22,7 @@ check 'ruff format' "$VENV_PYTHON" -m ruff format --check --quiet .
 check 'local bans' "$VENV_PYTHON" scripts/local_bans.py
 check 'mypy' "$VENV_PYTHON" -m mypy
 
-# Two workers for two cores. One group (tests/conftest.py) keeps tests that start processes of their own on one
-# worker, so that never more than one world of ranks runs at a time.
+# Two workers for two cores. Files whose tests share something costly stay on one worker (tests/conftest.py).
 status=0
 "$VENV_PYTHON" -m pytest -n 2 --dist loadgroup "$@" || status=$?
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -25,14 +25,34 @@ settings.register_profile("repository", deadline=None, derandomize=True, databas
 settings.load_profile("repository")
 
 
+# First, since xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests/distributed, and keep it on one xdist worker so that worlds of ranks never overlap."""
+    """Mark tests/distributed; a file of it, or one with a fixture for the whole file, stays on one xdist worker."""
     distributed = Path(__file__).parent / "distributed"
     for item in items:
         if item.path.is_relative_to(distributed):
             item.add_marker("distributed")
-        if item.get_closest_marker("distributed"):
-            item.add_marker(pytest.mark.xdist_group("distributed"))
+        if item.get_closest_marker("distributed") or _has_fixture_of_its_file(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _has_fixture_of_its_file(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.values()
+    return any(d.scope == "module" for found in definitions for d in found)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stop where xdist ignores its groups: costly fixtures would be made once a worker."""
+    if getattr(session.config.option, "loadgroup", False):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2]:
+                raise pytest.UsageError(
+                    f"xdist was to keep {item.nodeid} with its group and has not: this pytest ({pytest.__version__}) and "
+                    "this pytest-xdist do not go together. Install what scripts/requirements.txt names."
+                )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
