@@ -7,6 +7,8 @@ The flag exists in the parser only while the patch layer is armed. An unarmed ru
 from __future__ import annotations
 
 import argparse
+import importlib.util
+from importlib.metadata import version
 from typing import Any
 
 from megatron_plugins.refusals import Rule, refusals
@@ -17,6 +19,8 @@ from te_overrides.kernels.cross_entropy.reference import VOCABULARY_UNIT
 
 SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
 """Megatron's ``--spec``: module and attribute."""
+HYBRID_SPEC = ["megatron_plugins.hybrid_specs", "deterministic_hybrid_stack_spec"]
+"""The same where the arguments describe a HybridModel."""
 WHOLE = (
     "deterministic_gpt_layer_spec",
     "deterministic_gpt_layer_spec_two_lane",
@@ -57,8 +61,11 @@ def apply_flag(args: argparse.Namespace, armed: str) -> None:
     if armed != "invariant":
         return
     spec = getattr(args, "spec", None)
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    if pattern or (spec is not None and spec[0] == HYBRID_SPEC[0]):
+        _require_hybrid_model()
     if spec is None:
-        args.spec = list(SPEC)
+        args.spec = list(HYBRID_SPEC if pattern else SPEC)
     elif not str(spec[0]).startswith("megatron_plugins."):
         raise NotCoveredError(
             f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec's modules keep "
@@ -70,6 +77,16 @@ def apply_flag(args: argparse.Namespace, armed: str) -> None:
             f"--spec {' '.join(map(str, spec))} with --deterministic-rocm=invariant: that spec makes a part of a layer "
             f"deterministic, the promise is for the whole. Take one of {', '.join(WHOLE)}, or run with "
             "--deterministic-rocm=stable."
+        )
+
+
+def _require_hybrid_model() -> None:
+    # Upstream would take a spec whose module cannot be imported for none at all.
+    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+        raise NotCoveredError(
+            "a hybrid model with --deterministic-rocm=invariant: the contract covers HybridModel, which megatron-core "
+            f"has from 0.18 on; {version('megatron-core')} is installed. Drop --hybrid-layer-pattern and the hybrid "
+            "spec, or take a newer megatron-core."
         )
 
 

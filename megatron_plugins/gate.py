@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 import patches
+from megatron_plugins.arguments import HYBRID_SPEC, SPEC
 from megatron_plugins.env_contract import violations
 from megatron_plugins.owned_modules import foreign_modules
 from patches import gate as patch_gate
@@ -58,12 +59,12 @@ def before_first_forward(model: Any, _inputs: Any) -> None:
 def _check_model(model: Any) -> None:
     foreign = foreign_modules(model)
     if foreign:
+        spec = " ".join(HYBRID_SPEC if hasattr(model, "hybrid_stack_spec") else SPEC)
         raise GateError(
             f"mode invariant promises the same bits in every layout, but nobody owns {len(foreign)} modules here: "
             + ", ".join(foreign[:8])
             + (" …" if len(foreign) > 8 else "")
-            + ". Build it with --spec megatron_plugins.layer_specs deterministic_gpt_layer_spec, or run with "
-            "--deterministic-rocm=stable."
+            + f". Build it with --spec {spec}, or run with --deterministic-rocm=stable."
         )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 CONTAINERS = {
     "megatron.core.models.gpt.gpt_model.GPTModel": "calls embedding, decoder, output layer and the loss",
+    "megatron.core.models.hybrid.hybrid_model.HybridModel": "calls embedding, decoder, output layer and the loss",
+    "megatron.core.models.mamba.mamba_model.MambaModel": "a HybridModel; before 0.18 its stack is in no list",
+    "megatron.core.ssm.mlp_layer.MLPLayer": "a TransformerLayer without attention",
     "megatron.core.transformer.transformer_block.TransformerBlock": "calls its layers and the final norm",
     "megatron.core.transformer.transformer_layer.TransformerLayer": "norm, attention, residual, norm, MLP, residual",
     "megatron.core.transformer.attention.SelfAttention": "splits and reshapes Q, K and V, calls RoPE (override)",

@@ -27,6 +27,7 @@ DECLARATIONS = (
     "megatron_plugins.overrides.rope",
     "megatron_plugins.overrides.block_final_norm",
     "megatron_plugins.overrides.gpt_model",
+    "megatron_plugins.overrides.hybrid_model",
     "megatron_plugins.overrides.language_model_loss",
     "megatron_plugins.overrides.grad_norm",
     "megatron_plugins.overrides.gradient_buckets",

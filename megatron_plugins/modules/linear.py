@@ -21,7 +21,8 @@ from megatron_plugins.collectives.ownership import (
 from megatron_plugins.modules.gradient_accumulation import deliver_weight_gradient, rounded
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.input_gradient import start_input_gradient
-from megatron_plugins.modules.norm import DeterministicRMSNorm, rmsnorm_of
+from megatron_plugins.modules.norm import DeterministicRMSNorm, normalize
+from megatron_plugins.modules.norm_functions import NormTerms
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
@@ -241,7 +242,12 @@ class DeterministicLayerNormColumnParallelLinear(DeterministicColumnParallelLine
         self.layer_norm_weight = norm.weight
 
     def _before(self, input_: torch.Tensor) -> torch.Tensor:
-        return rmsnorm_of(input_, self.layer_norm_weight, self.config, self.layout)
+        return normalize(input_, self.norm_terms())
+
+    def norm_terms(self) -> NormTerms:
+        """What the norm in front computes with."""
+        zero_centered = bool(self.config.layernorm_zero_centered_gamma)
+        return NormTerms(self.layer_norm_weight, self.config.layernorm_epsilon, zero_centered, self.layout)
 
 
 class DeterministicRowParallelLinear(RowParallelLinear):

@@ -12,46 +12,17 @@ from typing import Any
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_plugins.collectives.ownership import check_granules, vector_gradient
-from megatron_plugins.modules.gradient_accumulation import deliver
+from megatron_plugins.modules import norm_ahead
 from megatron_plugins.modules.guard import require_supported
-from megatron_plugins.parallel_layout import ParallelLayout, layout_of
+from megatron_plugins.modules.norm_functions import NormTerms, rms_norm
+from megatron_plugins.parallel_layout import layout_of
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.rmsnorm.ops import rmsnorm, rmsnorm_backward_partials
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool, layout: ParallelLayout,
-        groups: int | None,
-    ) -> torch.Tensor:  # fmt: skip
-        y, rstd = rmsnorm(x, weight, eps, zero_centered)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centered, ctx.layout, ctx.groups = zero_centered, layout, groups
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        layout: ParallelLayout = ctx.layout
-        over_heads = ctx.groups is not None
-        tokens_over_tp = layout.sequence_parallel and not over_heads
-        if ctx.needs_input_grad[1]:
-            check_granules(x.shape[0], layout, tokens_over_tp=tokens_over_tp)
-        # One pass over the rows leaves both; a frozen weight's partials are dropped.
-        dx, partials = rmsnorm_backward_partials(grads[0], x, weight, rstd, ctx.zero_centered, ctx.groups)
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            total = vector_gradient(partials, layout, tokens_over_tp=tokens_over_tp, heads_over_tp=over_heads)
-            dweight = deliver(weight, total, fused=False)
-        return dx, dweight, None, None, None, None
-
-
-def rmsnorm_of(x: torch.Tensor, weight: torch.Tensor, config: Any, layout: ParallelLayout) -> torch.Tensor:
-    """RMSNorm of [s, B, H] by a weight that another module holds."""
-    zero_centered = bool(config.layernorm_zero_centered_gamma)
-    return _RMSNorm.apply(x, weight, config.layernorm_epsilon, zero_centered, layout, None)  # type: ignore[no-any-return]
+def normalize(x: torch.Tensor, terms: NormTerms) -> torch.Tensor:
+    """RMSNorm of [s, B, H]: what the residual add before it has computed already, or computed here."""
+    normed = norm_ahead.take(x, terms)
+    return rms_norm(x, terms) if normed is None else normed
 
 
 class DeterministicRMSNorm(torch.nn.Module):
@@ -75,13 +46,14 @@ class DeterministicRMSNorm(torch.nn.Module):
         # Megatron sums gradients of parameters with this mark over TP.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def _groups(self) -> int | None:
-        return None
+    def norm_terms(self) -> NormTerms:
+        """What this norm computes with."""
+        return NormTerms(self.weight, self.eps, self.zero_centered, self.layout)
 
     @eager_only
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H] -> the same shape and dtype."""
-        return _RMSNorm.apply(x, self.weight, self.eps, self.zero_centered, self.layout, self._groups())  # type: ignore[no-any-return]
+        return normalize(x, self.norm_terms())
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}"
@@ -90,9 +62,11 @@ class DeterministicRMSNorm(torch.nn.Module):
 class _HeadRMSNorm(DeterministicRMSNorm):
     """RMSNorm over head_dim of [s, B, heads, d]: granules carry the KV group as well."""
 
-    def _groups(self) -> int:
+    @eager_only
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s, B, heads, d] -> the same shape and dtype."""
         groups = self.config.num_query_groups or self.config.num_attention_heads
-        return int(groups // self.layout.tp_size)
+        return rms_norm(x, self.norm_terms(), int(groups // self.layout.tp_size))
 
 
 class DeterministicQKNorm:

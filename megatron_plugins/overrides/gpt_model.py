@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import patches
 from patches import override
 
 
@@ -36,15 +35,9 @@ def build(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        from megatron_plugins.gate import before_first_forward
-        from megatron_plugins.modules.outer_parts import take_over_outer_parts
+        from megatron_plugins.modules.built_model import finish
         from megatron_plugins.modules.ownership_of_specs import is_deterministic_block
-        from megatron_plugins.positions import check_positions
 
-        if patches.armed_mode() == "invariant" and is_deterministic_block(self.decoder):
-            take_over_outer_parts(self)
-            self.register_forward_pre_hook(check_positions, with_kwargs=True)
-        # A model that is not ours gets the gate as well: in mode invariant it is refused there, by name.
-        self.register_forward_pre_hook(before_first_forward)
+        finish(self, deterministic=is_deterministic_block(self.decoder))
 
     return __init__

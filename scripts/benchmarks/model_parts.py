@@ -92,7 +92,11 @@ class Parts:
 
 
 def watch_model(parts: Parts, model: Any) -> None:
-    """Watch every part of a Megatron GPTModel."""
+    """Watch every part of a Megatron GPTModel. Deterministic norms are watched apart from the residual adds."""
+    # A mark gives a module another tensor than the one its norm waits on.
+    from megatron_plugins.modules.adds_before_norms import separate_adds_from_norms
+
+    separate_adds_from_norms(model.decoder)
     parts.watch(model.embedding, "forward", "embedding")
     for layer in model.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp

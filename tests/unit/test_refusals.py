@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -12,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_plugins.arguments import ARGUMENT_RULES, SPEC, WHOLE, add_flag, apply_flag, check_arguments
+from megatron_plugins.arguments import (
+    ARGUMENT_RULES,
+    HYBRID_SPEC,
+    SPEC,
+    WHOLE,
+    add_flag,
+    apply_flag,
+    check_arguments,
+)
 from megatron_plugins.env_contract import VARIABLES, violations
 from megatron_plugins.refusals import RULES, refusals
 from patches.errors import NotCoveredError
@@ -115,8 +124,6 @@ def test_all_broken_rules_are_told_at_once_and_nothing_is_rewritten() -> None:
 
 
 def test_the_flag_selects_the_spec_only_where_the_user_gave_none() -> None:
-    import argparse
-
     parser = add_flag(add_flag(argparse.ArgumentParser()))
     assert parser.parse_args([]).deterministic_rocm is None
     args = parser.parse_args(["--deterministic-rocm"])
@@ -138,6 +145,24 @@ def test_the_flag_selects_the_spec_only_where_the_user_gave_none() -> None:
     apply_flag(part, "stable")
     for name in WHOLE:
         apply_flag(argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], name]), "invariant")
+
+
+def test_a_hybrid_pattern_selects_the_stack_spec_where_megatron_core_has_hybrid_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib.util
+
+    asked = ({"hybrid_layer_pattern": "*-"}, {"hybrid_override_pattern": "*-"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    for given in asked:
+        args = argparse.Namespace(deterministic_rocm=None, spec=None, **given)
+        apply_flag(args, "invariant")
+        assert args.spec == HYBRID_SPEC
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    for given in (*asked, {"spec": list(HYBRID_SPEC)}):
+        args = argparse.Namespace(**{"deterministic_rocm": None, "spec": None, **given})
+        with pytest.raises(NotCoveredError, match="HybridModel.*from 0.18 on.*Drop --hybrid-layer-pattern"):
+            apply_flag(args, "invariant")
 
 
 def test_environment_variables_are_judged_not_set() -> None:
