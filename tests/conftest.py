@@ -50,8 +50,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for item in session.items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid.rpartition("]")[2]:
                 raise pytest.UsageError(
-                    f"xdist was to keep {item.nodeid} with its group and has not: this pytest ({pytest.__version__}) and "
-                    "this pytest-xdist do not go together. Install what scripts/requirements.txt names."
+                    f"xdist was to keep {item.nodeid} with its group and has not: pytest {pytest.__version__} and the "
+                    "pytest-xdist here do not go together. Install what scripts/requirements.txt names."
                 )
 
 

@@ -91,8 +91,8 @@ def forwards() -> Counts:
 
 def backwards() -> Counts:
     counts: Counts = {}
-    for columns, positions, dtype, zero_centered in itertools.product(
-        (64, 100), (1, 20), DTYPES, (False, True)
+    for (columns, positions), dtype, zero_centered in itertools.product(
+        ((64, 20), (100, 1)), DTYPES, (False, True)
     ):
         grad, stream, x = (randn(positions, 2, columns, dtype=dtype) for _ in range(3))
         x[0, 0, :8], grad[0, 1] = torch.tensor(SPECIAL), -0.0
