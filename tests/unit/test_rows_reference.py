@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from bits import assert_equal_bits, count_mismatches
-from te_overrides.kernels.cross_entropy.reference import VocabularyError, vocab_parallel_log_prob
+from te_overrides.kernels.cross_entropy.reference import (
+    VocabularyError,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_log_prob,
+)
 from te_overrides.kernels.embedding.reference import embedding_gradient
 from te_overrides.kernels.grad_norm.reference import (
     NonFiniteError,
@@ -72,6 +76,24 @@ def test_a_log_prob_row_does_not_depend_on_the_other_rows() -> None:
     logits, target = _randn(9, 1024).bfloat16(), torch.arange(9) * 100
     whole = vocab_parallel_log_prob(logits, target)
     assert_equal_bits(vocab_parallel_log_prob(logits[4:5], target[4:5]), whole[4:5], "row alone")
+
+
+def test_a_negative_target_has_megatrons_loss_and_one_beyond_the_vocabulary_has_none() -> None:
+    """Labels of -100 or -1 reach the loss of RL and fine-tuning jobs; the loss mask multiplies them by 0 afterwards."""
+    upstream = pytest.importorskip("megatron.core.tensor_parallel.cross_entropy").VocabParallelCrossEntropy
+    logits, grad = _randn(6, 1024) * 4, _randn(6, seed=1)
+    target = torch.tensor([-1, -100, -(2**63), 5, 1024, 2**40])
+    leaf = logits.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, target)
+    loss.backward(grad)
+    x, peak = upstream.calculate_logits_max(logits.double())
+    mask, masked, predicted, total, e = upstream.calculate_predicted_logits(x, target, peak, 0, 1024)
+    soft, want = upstream.calculate_cross_entropy_loss(e, predicted, total)
+    rows = upstream.prepare_gradient_calculation_operands(soft, mask)
+    want_grad = upstream.calculate_gradients(rows[0], rows[1], masked, *rows[2:], grad)
+    torch.testing.assert_close(loss[:4].detach().double(), want[:4].double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), want_grad.double(), rtol=1e-5, atol=1e-6)
+    assert loss[4:].isnan().all(), "a silent number for a token that does not exist"
 
 
 def test_a_vocabulary_that_depends_on_tp_is_refused_with_the_value_to_set() -> None:

@@ -6,7 +6,7 @@
     grad_kernel     the logits' gradient, elementwise
 
 Ranks exchange what the first two write. A lane of a row belongs to one program and is added by a tree that is written
-out level by level, so neither blocks nor threads can change a bit. A target outside the vocabulary gives NaN.
+out level by level, so neither blocks nor threads can change a bit.
 """
 
 from __future__ import annotations
@@ -120,11 +120,13 @@ def finish_kernel(
     target = tl.load(target_ptr + row, mask=inside, other=0)
     exists = (target >= 0) & (target < LANES_ALL * WIDTH)
     owner = target // (LANES_HERE * WIDTH)
-    # NaN: nobody has this logit.
+    # NaN: no rank has a logit beyond the vocabulary.
     logit = tl.load(
         known_ptr + (owner * rows + row) * (LANES_HERE + 1) + LANES_HERE, mask=inside & exists, other=float("nan")
     )  # fmt: skip
-    value = ((logit - peak).to(tl.float64) - log_f64(total.to(tl.float64))).to(tl.float32)
+    # A negative target is one that a loss mask takes out: a number, as in Megatron.
+    shifted = tl.where(target < 0, 0.0, (logit - peak).to(tl.float64))
+    value = (shifted - log_f64(total.to(tl.float64))).to(tl.float32)
     if NEGATE:
         value = -value
     tl.store(out_ptr + row, value, mask=inside)

@@ -43,7 +43,10 @@ class VocabParallelLogProb(torch.autograd.Function):
 
     Args of ``apply``:
         logits: [..., V / TP] of any floating dtype, this rank's columns.
-        target: [...] int64 token ids of the whole vocabulary.
+        target: [...] int64 token ids of the whole vocabulary. As in Megatron's own loss, a negative one picks no
+            column: its logit counts as the row's largest, so the loss is log(sum of exponentials), finite, for a loss
+            mask to multiply by 0, and the gradient is that of the sum alone. One beyond the padded vocabulary has no
+            meaning that could be masked: NaN (an error would have to wait for the device).
         group: tensor-parallel group or None.
         valid: true vocabulary size; columns from there on are padding and count as -inf. None: all columns count.
 
@@ -78,10 +81,10 @@ class VocabParallelLogProb(torch.autograd.Function):
         place = target - first
         here = (place >= 0) & (place < local)
         picked = torch.gather(x, -1, place.clamp(0, local - 1).unsqueeze(-1)).squeeze(-1)
-        logit = select_contribution(
-            all_gather(picked, group), torch.div(target, local, rounding_mode="floor")
-        )
+        owner = torch.div(target, local, rounding_mode="floor").clamp(0, size - 1)
+        logit = select_contribution(all_gather(picked, group), owner)
         shifted = torch.sub(logit, peak).to(torch.float64)
+        shifted = shifted.masked_fill(target < 0, 0.0).masked_fill(target >= local * size, torch.nan)
         ctx.save_for_backward(x, peak, total, place, here)
         ctx.logits_dtype = logits.dtype  # type: ignore[attr-defined]
         return torch.sub(shifted, log_f64(total.to(torch.float64))).to(torch.float32)
