@@ -96,7 +96,10 @@ def losses() -> Counts:
     alone = sharded(x[:1, 1:], target[:1, 1:], grad[:1, 1:], 1, None, False)
     compare(counts, "alone", alone, [t[:1, 1:] for t in referred(x, target, grad, None, False)])
     kernel.log_prob(x[:0], target[:0])
-    logits, target = randn(8, 1024, dtype=torch.bfloat16), torch.tensor([-1, -100, -(2**63), 1024, 2**62, 0, 1023, -1])
+    logits, target = (
+        randn(8, 1024, dtype=torch.bfloat16),
+        torch.tensor([-1, -100, -(2**63), 1024, 2**62, 0, 1023, -1]),
+    )
     logits[7, 3], grad = math.nan, randn(8)
     want = referred(logits, target, grad, None, True)
     for size in (1, 2, 8):
