@@ -29,6 +29,7 @@ from patches.errors import NotCoveredError
     versions=">=0.14",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
+    from te_overrides.kernels.devices import device_of_group
     from te_overrides.kernels.grad_norm.reference import NonFiniteError, norm_from_bins, square_bins
 
     @functools.wraps(original)
@@ -59,14 +60,8 @@ def build(original: Callable[..., Any]) -> Callable[..., Any]:
             bins, finite = square_bins([]), torch.zeros(1, dtype=torch.int64)
         payload = torch.cat([bins.reshape(-1), finite - 1])
         if torch.distributed.is_initialized():
-            device = (
-                grads[0].device
-                if grads
-                else torch.device(
-                    "cuda" if torch.distributed.get_backend(grad_stats_parallel_group) == "nccl" else "cpu"
-                )
-            )
-            payload = payload.to(device)
+            # Of the group, not of the gradients: those may be offloaded, or on a GPU beside a group over gloo.
+            payload = payload.to(device_of_group(grad_stats_parallel_group))
             torch.distributed.all_reduce(payload, group=grad_stats_parallel_group)
             payload = payload.cpu()
         if int(payload[-1]) != 0:
