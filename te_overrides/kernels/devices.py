@@ -28,7 +28,7 @@ def on_gpu(x: torch.Tensor, operation: str) -> bool:
 
 
 def device_of_group(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a tensor must lie for `group` (None: the default one) to move it: the GPU in use for NCCL or RCCL, else a CPU.
+    """Where a tensor must lie for `group` (None: the default one) to move it: on the GPU in use for NCCL or RCCL.
 
     A rank that holds nothing, or whose tensors were offloaded, then moves bytes from where its peers do.
     """
