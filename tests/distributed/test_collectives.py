@@ -18,6 +18,7 @@ from procs import run_ranks
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import reference as sums
 from te_overrides.kernels.collectives.agreement import DisagreementError
+from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.tree.reference import balanced_tree
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -93,6 +94,85 @@ def _many(rank: int, world: int) -> None:
 
 def test_several_in_one_exchange_are_one_after_the_other() -> None:
     run_ranks(4, _many)
+
+
+def _laid_out(rank: int) -> dict[str, torch.Tensor]:
+    """[8, 3] or [8] operands that do not lie in a row; elements differ by rank."""
+    x = _data(rank, (8, 3), torch.float32)
+    wide, complex_ = _data(rank, (8, 7), torch.bfloat16), torch.complex(x, x + 1)
+    return {
+        "transposed": x.t().contiguous().t(),
+        "some columns": wide[:, 2:5],
+        "one column": wide[:, 4:5],
+        "every other": _data(rank, (16,), torch.float16)[::2],
+        "one number expanded": _data(rank, (1,), torch.float32).expand(8),
+        "one row expanded": _data(rank, (1, 3), torch.float32).expand(8, 3),
+        "one column expanded": _data(rank, (8, 1), torch.bfloat16).expand(8, 3),
+        "from behind, as strides": torch.as_strided(x, (8, 2), (1, 3)),
+        "negated by a flag": complex_.conj().imag,
+    }
+
+
+def _odd_operands(rank: int, world: int) -> int:
+    group, compared = dist.group.WORLD, 0
+    everybody = [_laid_out(other) for other in range(world)]
+    for name, x in _laid_out(rank).items():
+        want = balanced_tree([operands[name].resolve_neg().contiguous() for operands in everybody])
+        for threshold in (0, 1 << 62):
+            sums.SHARED_FROM = threshold
+            assert_equal_bits(sums.all_reduce(x, group), want, f"all_reduce, {name}")
+        share = want.chunk(world)[rank]
+        assert_equal_bits(sums.reduce_scatter(x, group), share, f"reduce_scatter, {name}")
+        for piece, operands in zip(all_gather(x, group), everybody, strict=True):
+            assert_equal_bits(piece, operands[name].resolve_neg().contiguous(), f"all_gather, {name}")
+        # Into the operand's own memory, and into memory that does not lie in a row.
+        into = x.resolve_neg().clone()
+        sums.reduce_scatter(into, group, out=into[2:4])
+        assert_equal_bits(into[2:4], share, f"into the operand, {name}")
+        apart = torch.zeros(*share.shape, 2, dtype=x.dtype)[..., 1]
+        assert_equal_bits(sums.reduce_scatter(x, group, out=apart), share, f"into every other place, {name}")
+        compared += 5 * want.numel()
+    # One element of any stride.
+    number = torch.arange(10.0)[::5][:1] + rank
+    assert_equal_bits(sums.all_reduce(number.expand(1), group), torch.full((1,), 6.0), "one number")
+    assert_equal_bits(sums.all_reduce(torch.arange(10.0)[::5][:1], group), torch.zeros(1), "one of ten")
+    return compared
+
+
+def test_how_an_operand_lies_in_memory_changes_no_bit() -> None:
+    assert len(set(run_ranks(4, _odd_operands))) == 1
+
+
+def test_over_one_rank_buffers_that_share_memory_receive_their_own_sums() -> None:
+    """[a, b] into [b, a]: over one rank a sum is a copy, and the first copy must not be what the second reads."""
+    a, b = torch.arange(4.0), torch.arange(4.0) + 10
+    under_way = sums.start_reduce_scatter_many([a, b], None, outs=[b, a])
+    got = under_way.wait_all()
+    assert got[0] is b and got[1] is a
+    assert_equal_bits(b, torch.arange(4.0), "a into b")
+    assert_equal_bits(a, torch.arange(4.0) + 10, "b into a")
+    buffer = torch.arange(8.0)
+    sums.all_reduce(buffer[:6], None, out=buffer[2:])
+    assert_equal_bits(buffer[2:], torch.arange(6.0), "into itself, shifted")
+    square = torch.arange(9.0).view(3, 3)
+    sums.all_reduce(square, None, out=square.t())
+    assert_equal_bits(square.t(), torch.arange(9.0).view(3, 3), "into itself, transposed")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_buffers_in_which_sums_would_overwrite_each_other_are_refused(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "group_size", lambda _: size)
+    group, buffer = None if size == 1 else object(), torch.zeros(64)
+    for out in (buffer[:1].expand(8), buffer.as_strided((2, 4), (2, 1)), buffer.as_strided((4, 2), (1, 3))):
+        with pytest.raises(sums.CollectiveError, match="several of its elements lie in one place"):
+            sums.all_reduce(torch.ones(out.shape), group, out=out)
+    x = torch.ones(8 * size)
+    with pytest.raises(sums.CollectiveError, match="outs 0 and 2 share memory"):
+        sums.reduce_scatter_many([x, x, x], group, outs=[buffer[:8], None, buffer[7:15]])
+    with pytest.raises(sums.CollectiveError, match="dim 0"):
+        sums.reduce_scatter(torch.tensor(1.0), group)
 
 
 def _disagree(rank: int, world: int) -> str:

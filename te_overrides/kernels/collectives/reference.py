@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 
 from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.buffers import CollectiveError as CollectiveError
+from te_overrides.kernels.collectives.buffers import copied, require_apart, require_out
 from te_overrides.kernels.collectives.transport import (
     all_gather,
     all_to_all,
+    as_bytes,
     group_rank,
     group_size,
     start_all_gather,
@@ -30,10 +33,6 @@ SUM_WORLDS = tuple(1 << level for level in range(13))
 
 SHARED_FROM = 256 << 10
 """Bytes from which ranks share the additions of an all-reduce, over more than two ranks; no matter for a bit."""
-
-
-class CollectiveError(ValueError):
-    """A collective was asked for something the contract does not define."""
 
 
 def check_sum_world(size: int) -> None:
@@ -82,17 +81,10 @@ def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> s
     return f"{operation} of {shapes}" + (", added in float32" if wide else "")
 
 
-def _require_out(out: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
-    if out is not None and (out.shape != shape or out.dtype != dtype):
-        raise CollectiveError(
-            f"out is {out.dtype} {tuple(out.shape)}; the sum is {dtype} {tuple(shape)}. Give a buffer of that "
-            "shape and dtype."
-        )
-
-
-def _alone(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """The sum over one rank."""
-    return x if out is None else out.copy_(x)
+def _over_one_rank(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None]) -> Sum:
+    """The tensors, in their buffers at once."""
+    sums = copied(tensors, outs)
+    return Sum(lambda: sums)
 
 
 @eager_only
@@ -102,9 +94,9 @@ def start_all_reduce(
     """`all_reduce` that returns at once; `x` must not be written before `wait`."""
     size = group_size(group)
     check_sum_world(size)
-    _require_out(out, x.shape, x.dtype)
+    require_out(out, x.shape, x.dtype)
     if size == 1:
-        return Sum(lambda: [_alone(x, out)])
+        return _over_one_rank([x], [out])
     assert group is not None
     require_agreement(_described("all_reduce", [x], wide), group, x.device)
     if size > 2 and x.numel() * x.element_size() >= SHARED_FROM:
@@ -138,7 +130,7 @@ def all_reduce(
     Args:
         x: any shape and floating dtype.
         wide: add in float32 and round once, instead of once an addition.
-        out: where the sum goes, `x` itself included; a new tensor without it.
+        out: where the sum goes, `x` itself included. Without it a new tensor; over one rank `x` itself.
 
     Raises:
         CollectiveError: a world size that is no power of two, an `out` that does not fit.
@@ -159,7 +151,7 @@ def start_reduce_scatter_many(
     size = group_size(group)
     check_sum_world(size)
     for x in tensors:
-        if x.shape[0] % size:
+        if not x.dim() or x.shape[0] % size:
             raise CollectiveError(
                 f"reduce_scatter over {size} ranks needs dim 0 divisible by {size}, got {tuple(x.shape)}: pad the "
                 f"sequence so that the tensor-parallel degree divides it."
@@ -167,13 +159,14 @@ def start_reduce_scatter_many(
     given = list(outs) if outs is not None else [None] * len(tensors)
     shapes = [torch.Size((x.shape[0] // size, *x.shape[1:])) for x in tensors]
     for x, out, shape in zip(tensors, given, shapes, strict=True):
-        _require_out(out, shape, x.dtype)
+        require_out(out, shape, x.dtype)
+    require_apart(given)
     if size == 1:
-        return Sum(lambda: list(map(_alone, tensors, given)))
+        return _over_one_rank(tensors, given)
     assert group is not None
     require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
-    shares = [x.detach().reshape(size, x.numel() // size).view(torch.uint8) for x in tensors]
+    shares = [as_bytes(x).view(size, x.numel() * x.element_size() // size) for x in tensors]
     moving = start_all_to_all(list(torch.cat(shares, dim=1)), group)
     widths = [share.shape[1] for share in shares]
 
@@ -196,7 +189,11 @@ def reduce_scatter_many(
     wide: bool = False,
     outs: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
-    """`reduce_scatter` of several tensors in one exchange, with the bits of one after the other."""
+    """`reduce_scatter` of several tensors in one exchange, with the bits of one after the other.
+
+    Raises:
+        CollectiveError: as for `reduce_scatter`; `outs` that share memory.
+    """
     return start_reduce_scatter_many(tensors, group, wide=wide, outs=outs).wait_all()
 
 
@@ -217,7 +214,7 @@ def reduce_scatter(
     Args:
         x: [n, ...], n divisible by the number of ranks; any floating dtype.
         wide: add in float32 and round once, instead of once an addition.
-        out: where the slice goes; a new tensor without it.
+        out: where the slice goes. Without it a new tensor; over one rank `x` itself.
 
     Raises:
         CollectiveError: a world size that is no power of two or does not divide dim 0, an `out` that does not fit.

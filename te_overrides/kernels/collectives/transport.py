@@ -57,7 +57,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
     world = group_size(group)
     if world == 1:
         return Exchange(None, lambda: [x.detach()])
-    payload = _as_bytes(x)
+    payload = as_bytes(x)
     if payload.numel() == 0:
         return Exchange(None, lambda: [torch.empty_like(x) for _ in range(world)])
     received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
@@ -99,7 +99,7 @@ def start_all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) 
             )
     if world == 1:
         return Exchange(None, lambda: [first.detach()])
-    payload = torch.cat([_as_bytes(piece) for piece in pieces])
+    payload = torch.cat([as_bytes(piece) for piece in pieces])
     if payload.numel() == 0:
         return Exchange(None, lambda: [torch.empty_like(first) for _ in range(world)])
     received = torch.empty_like(payload)
@@ -128,8 +128,14 @@ def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> lis
     return start_all_to_all(pieces, group).wait()
 
 
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).contiguous().view(torch.uint8)
+def as_bytes(x: Tensor) -> Tensor:
+    """The elements of `x` in row-major order as [bytes] uint8: a view where they lie like that, else a copy."""
+    # A negation or conjugation that torch has only noted would stay behind.
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    # Of one element any stride is contiguous; bytes need a stride of 1.
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _from_bytes(payload: Tensor, like: Tensor) -> Tensor:
