@@ -93,4 +93,4 @@ def layout_of(config: Any, tp_group: dist.ProcessGroup | None = None, cp_group: 
 
 def canonical_tokens(x: torch.Tensor) -> torch.Tensor:
     """[S, B, C] in position order to [B * S, C] in canonical token order: sequence first, then position."""
-    return x.transpose(0, 1).reshape(-1, x.shape[-1])
+    return x.transpose(0, 1).flatten(0, 1)

@@ -88,6 +88,8 @@ def sums() -> Counts:
             counts, f"chains {positions}x{batch}x{columns} {dtype}", granules.granule_partials(terms),
             granules_reference.granule_partials(terms.to(torch.float32)),
         )  # fmt: skip
+    nothing = randn(4, 2, 0)
+    compare(counts, "no column", granules.sum_granules(nothing), granules_reference.sum_granules(nothing))
     for shape in ((1, 1, 3), (2, 1, 64), (5, 3, 100), (40, 2, 4, 16), (1100, 1, 9), (300, 2, 3, 5)):
         partials = randn(*shape)
         partials[..., 0], partials[0, 0, ..., 1] = -0.0, 1e30

@@ -90,13 +90,15 @@ def _plan_chain(positions: int, batch: int, columns: int) -> Launch:
 
 def sum_granules(partials: torch.Tensor) -> torch.Tensor:
     """`reference.sum_granules` on a GPU: [granules, B, *groups, C] float32 -> [C]."""
-    if partials.dtype != torch.float32 or partials.dim() not in (3, 4) or not partials.numel():
+    if partials.dtype != torch.float32 or partials.dim() not in (3, 4) or 0 in partials.shape[:-1]:
         raise ValueError(
             f"granules: partials are {partials.dtype} {tuple(partials.shape)}; the tree adds float32 [granules, B, C] "
             "or [granules, B, groups, C], of which there is at least one"
         )
     partials = partials.contiguous()
     granules, batch, *groups, columns = partials.shape
+    if not columns:
+        return partials.new_empty(0)
     x = _tree(partials, granules, batch, groups[0] if groups else 1)
     while x.shape[0] > 1:
         x = _tree(x, x.shape[0], 1, 1)

@@ -72,7 +72,7 @@ def sum_granules(partials: torch.Tensor) -> torch.Tensor:
         partials: [granules of a sequence, B, *groups, C] float32, granules ascending in position.
 
     Returns:
-        [C] float32.
+        [C] float32; C may be 0, as where there are fewer columns than ranks.
     """
-    canonical = partials.transpose(0, 1).reshape(-1, partials.shape[-1])
-    return balanced_tree_dim(canonical, 0)
+    # Flattened, not reshaped to -1 rows: a rank may own no column.
+    return balanced_tree_dim(partials.transpose(0, 1).flatten(0, -2), 0)
