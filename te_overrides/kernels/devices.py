@@ -8,23 +8,61 @@ import torch.distributed as dist
 
 
 class DeviceError(ValueError):
-    """A tensor lies where neither the reference nor a kernel is proved."""
+    """A tensor lies where neither the reference nor a kernel is proved, or not where its fellow operands lie."""
 
 
-def on_gpu(x: torch.Tensor, operation: str) -> bool:
-    """True for a GPU (ROCm's are called cuda as well), False for a CPU.
+class DtypeError(ValueError):
+    """Operands of one operation whose dtypes differ although its contract has one."""
+
+
+def on_gpu(operation: str, **operands: torch.Tensor | None) -> bool:
+    """True for operands on a GPU (ROCm's are called cuda as well), False on a CPU.
+
+    A kernel is launched with addresses alone: one of another device would be read as if it were one of its own.
 
     Raises:
-        DeviceError: any other device.
+        DeviceError: operands on several devices, or on any other device.
     """
-    if x.is_cuda:
+    device = require_one_device(operation, **operands)
+    if device.type == "cuda":
         return True
-    if x.device.type == "cpu":
+    if device.type == "cpu":
         return False
     raise DeviceError(
-        f"{operation}: the tensor lies on {x.device}; there is a reference for CPUs and a kernel for GPUs (CUDA, "
-        "ROCm), and nothing is proved elsewhere. Move it to one of those."
+        f"{operation}: the operands lie on {device}; there is a reference for CPUs and a kernel for GPUs (CUDA, "
+        "ROCm), and nothing is proved elsewhere. Move them to one of those."
     )
+
+
+def require_one_device(operation: str, **operands: torch.Tensor | None) -> torch.device:
+    """The device of operands that all lie on one; None is no operand.
+
+    Raises:
+        DeviceError: naming two operands and their devices.
+    """
+    (first, device), *others = ((name, x.device) for name, x in operands.items() if x is not None)
+    for name, other in others:
+        if other != device:
+            raise DeviceError(
+                f"{operation}: {first} lies on {device}, {name} on {other}; all operands must lie on one device. Move "
+                "one of them."
+            )
+    return device
+
+
+def require_one_dtype(operation: str, **operands: torch.Tensor | None) -> None:
+    """Verify operands whose contract has one dtype; None is no operand.
+
+    Raises:
+        DtypeError: naming two operands and their dtypes.
+    """
+    (first, dtype), *others = ((name, x.dtype) for name, x in operands.items() if x is not None)
+    for name, other in others:
+        if other != dtype:
+            raise DtypeError(
+                f"{operation}: {first} is {dtype}, {name} is {other}; both must have one dtype. Convert one of them "
+                "explicitly."
+            )
 
 
 def device_of_group(group: dist.ProcessGroup | None) -> torch.device:

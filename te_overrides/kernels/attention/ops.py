@@ -17,6 +17,7 @@ from torch import Tensor
 from te_overrides.kernels.attention import reference
 from te_overrides.kernels.attention.reference import AttentionError, Mask
 from te_overrides.kernels.attention.runs import Run, by_sequence
+from te_overrides.kernels.devices import require_one_device, require_one_dtype
 from te_overrides.kernels.eager import eager_only
 
 
@@ -42,9 +43,11 @@ def attention_forward(
         softmax_lse: [b, h, s_q] float32; -inf for them.
 
     Raises:
+        DeviceError: operands on several devices.
         AttentionError: operands that do not fit together; on a GPU also what the kernels do not cover.
         NoAttentionLaunchError: a GPU without a certified launch.
     """
+    require_one_device("attention", query=query, key=key, value=value)
     kernel = kernel_for(query)
     if kernel is not None:
         return kernel.attention_forward(query, key, value, runs, mask=mask, softmax_scale=softmax_scale)
@@ -66,6 +69,8 @@ def attention_statistics(grad_out: Tensor, out: Tensor, softmax_lse: Tensor) -> 
     The second is `reference.attention_delta`, with its bits on every device. The first is the LSE; for the kernels in
     units of log 2, and +inf instead of -inf. Both travel between ranks as they are.
     """
+    require_one_device("attention backward", out=out, grad_out=grad_out, softmax_lse=softmax_lse)
+    require_one_dtype("attention backward", out=out, grad_out=grad_out)
     kernel = kernel_for(out)
     if kernel is not None:
         return kernel.attention_statistics(grad_out, out, softmax_lse)
@@ -86,6 +91,7 @@ def attention_dq(
     softmax_scale: float | None = None,
 ) -> Tensor:
     """Whole rows of dQ; `shift` and `delta` are `attention_statistics`, the rest is as for `attention_forward`."""
+    _require_together(query, key, value, grad_out, shift, delta)
     kernel = kernel_for(query)
     options = {"mask": mask, "softmax_scale": softmax_scale}
     if kernel is not None:
@@ -113,6 +119,7 @@ def attention_dkv(
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Whole rows of dK and dV. `runs` map rows of `key`; `origin` and `length` name the rows of `query`."""
+    _require_together(query, key, value, grad_out, shift, delta)
     kernel = kernel_for(key)
     options = {"mask": mask, "softmax_scale": softmax_scale}
     if kernel is not None:
@@ -124,6 +131,16 @@ def attention_dkv(
             positions, **options,
         )  # fmt: skip
     return dk, dv
+
+
+def _require_together(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, shift: Tensor, delta: Tensor
+) -> None:
+    """Raises DeviceError for operands of a backward pass on several devices, DtypeError for several dtypes."""
+    operands = {"query": query, "key": key, "value": value, "grad_out": grad_out}
+    require_one_device("attention backward", **operands, shift=shift, delta=delta)
+    require_one_dtype("attention backward", **operands)
+    require_one_dtype("attention backward", shift=shift, delta=delta)
 
 
 def kernel_for(x: Tensor) -> ModuleType | None:

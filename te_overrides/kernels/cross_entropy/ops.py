@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.transport import group_rank
 from te_overrides.kernels.cross_entropy import reference
+from te_overrides.kernels.devices import on_gpu
 from te_overrides.kernels.eager import eager_only
 
 
@@ -39,6 +40,21 @@ class _OnDevice(torch.autograd.Function):
         return kernel.log_prob_backward(grads[0], *saved, *rest), None, None, None, None
 
 
+def _on_gpu(logits: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the kernels take it.
+
+    Raises:
+        DeviceError: operands on several devices.
+        ValueError: targets that are not int64, or not one a row.
+    """
+    if target.dtype != torch.int64 or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"vocabulary loss: logits are {logits.dtype} {tuple(logits.shape)}, targets {target.dtype} "
+            f"{tuple(target.shape)}; int64 targets, one a row, are needed"
+        )
+    return on_gpu("vocabulary loss", logits=logits, target=target)
+
+
 @eager_only
 def vocab_parallel_log_prob(
     logits: torch.Tensor,
@@ -47,7 +63,7 @@ def vocab_parallel_log_prob(
     valid: int | None = None,
 ) -> torch.Tensor:
     """Log-probability of `target`, [...] float32; see `reference.VocabParallelLogProb`."""
-    if not logits.is_cuda:
+    if not _on_gpu(logits, target):
         return reference.vocab_parallel_log_prob(logits, target, group, valid)
     return _OnDevice.apply(logits, target, group, valid, False)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -60,6 +76,6 @@ def vocab_parallel_cross_entropy(
     valid: int | None = None,
 ) -> torch.Tensor:
     """``-log_prob``: the loss of each token, [...] float32."""
-    if not logits.is_cuda:
+    if not _on_gpu(logits, target):
         return reference.vocab_parallel_cross_entropy(logits, target, group, valid)
     return _OnDevice.apply(logits, target, group, valid, True)  # type: ignore[no-any-return,no-untyped-call]

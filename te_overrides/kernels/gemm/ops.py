@@ -14,10 +14,26 @@ from typing import Any
 import torch
 
 from te_overrides.kernels.architecture import has_hopper_kernels
+from te_overrides.kernels.devices import on_gpu
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.gemm import certified, reference
 from te_overrides.kernels.gemm.reference import LANES, LaneError, lanes_per_rank
 from te_overrides.kernels.swiglu.ops import swiglu_packed
+
+
+def _on_gpu(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> bool:
+    """Whether kernels take it.
+
+    Raises:
+        DeviceError: operands on several devices.
+        LaneError: operands of two dtypes.
+    """
+    if a.dtype != b.dtype:
+        raise LaneError(
+            f"a product of {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}: both must have one dtype. Convert "
+            "one of them explicitly."
+        )
+    return on_gpu("matrix product", a=a, b=b, out=out)
 
 
 def _hopper(a: torch.Tensor, b: torch.Tensor, **lanes: Any) -> ModuleType | None:
@@ -56,7 +72,7 @@ def one_lane(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None)
     Raises:
         LaneError: operands that do not fit.
     """
-    if not a.is_cuda:
+    if not _on_gpu(a=a, b=b):
         return reference.one_lane(a, b, dtype)
     if (out := certified.product(a, b, dtype or a.dtype)) is not None:
         return out
@@ -87,7 +103,7 @@ def gated(a: torch.Tensor, b: torch.Tensor, keep: bool) -> tuple[torch.Tensor, t
     Raises:
         LaneError: operands that do not fit.
     """
-    if not a.is_cuda or a.dtype == torch.float32:
+    if not _on_gpu(a=a, b=b) or a.dtype == torch.float32:
         packed = one_lane(a, b)
         return swiglu_packed(packed), packed if keep else None
     if has_hopper_kernels(a.device):
@@ -112,7 +128,7 @@ def gradient(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
         a, b: [M, K], [N, K], any strides.
         dtype: of the result; float32 is not rounded.
     """
-    if a.is_cuda and dtype == a.dtype and (out := _by_hopper(a, b, dtype, positive=True)) is not None:
+    if _on_gpu(a=a, b=b) and dtype == a.dtype and (out := _by_hopper(a, b, dtype, positive=True)) is not None:
         return out
     return one_lane(a, b, dtype).add_(0.0)
 
@@ -133,7 +149,7 @@ def add_one_lane_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
             f"a product of {tuple(a.shape)} and {tuple(b.shape)} cannot be added to {out.dtype} {tuple(out.shape)}: "
             f"it needs float32 {(a.shape[0], b.shape[0])}."
         )
-    if a.is_cuda and out.stride(-1) == 1 and (hopper := _hopper(a, b)):
+    if _on_gpu(a=a, b=b, out=out) and out.stride(-1) == 1 and (hopper := _hopper(a, b)):
         hopper.product(a, b, out, add=True)
         return
     out.add_(one_lane(a, b, torch.float32))
@@ -154,7 +170,7 @@ def lane_tree(
     Raises:
         LaneError: a size that the lanes do not divide.
     """
-    if not a.is_cuda:
+    if not _on_gpu(a=a, b=b):
         return reference.lane_tree(a, b, tp_size=tp_size, dtype=dtype, segments=segments, lanes=lanes)
     sizes = list(segments) if segments is not None else [a.shape[1]]
     count = lanes_per_rank(tp_size, lanes)

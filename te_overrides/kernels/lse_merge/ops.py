@@ -10,11 +10,13 @@ Names and arguments are those of `reference.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from te_overrides.kernels.devices import require_one_device
 from te_overrides.kernels.lse_merge import reference
 
 NAMESPACE = "deterministic_rocm"
@@ -39,7 +41,12 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 def _on_gpu(name: str) -> Callable[..., Any]:
+    names = tuple(inspect.signature(getattr(reference, name)).parameters)
+
     def call(*args: Any) -> Any:
+        # The dispatcher comes here as soon as one operand lies on a GPU.
+        operands = {key: x for key, x in zip(names, args, strict=False) if isinstance(x, torch.Tensor)}
+        require_one_device("LSE merge", **operands)
         # Triton is needed on a GPU alone.
         from te_overrides.kernels.lse_merge import kernel
 

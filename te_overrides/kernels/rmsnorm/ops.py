@@ -1,7 +1,8 @@
 """RMSNorm, add and RMSNorm, and their gradients: the references on a CPU, kernels of the same bits on a GPU.
 
 Arguments, results and errors are those of `reference.py` and `add.py`. What the kernels do not cover (rows of more than
-32,768 columns, dtypes other than bf16, fp16 and float32) they refuse by name; nothing falls back.
+32,768 columns, dtypes other than bf16, fp16 and float32) they refuse by name; nothing falls back. Operands on several devices are a
+DeviceError, gradients of another dtype than their rows a DtypeError. The weight has a dtype of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_overrides.kernels.devices import on_gpu
+from te_overrides.kernels.devices import on_gpu, require_one_dtype
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.rmsnorm import add, reference
 
@@ -29,7 +30,7 @@ def rmsnorm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(y, rstd)`` of rows [..., H]."""
-    module = _kernel() if on_gpu(x, "RMSNorm") else reference
+    module = _kernel() if on_gpu("RMSNorm", x=x, weight=weight) else reference
     out: tuple[torch.Tensor, torch.Tensor] = module.rmsnorm(x, weight, eps, zero_centered)
     return out
 
@@ -39,7 +40,7 @@ def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(out, residual_out, rstd)`` of rows [..., H]."""
-    module = _kernel() if on_gpu(x, "add+RMSNorm") else add
+    module = _kernel() if on_gpu("add+RMSNorm", x=x, residual=residual, weight=weight) else add
     out: tuple[torch.Tensor, ...] = module.add_rmsnorm(x, residual, weight, eps, zero_centered)
     return out[0], out[1], out[2]
 
@@ -54,7 +55,8 @@ def rmsnorm_backward_partials(
     groups: int | None = None,
 ) -> Partials:
     """``(dx, partials of the weight's gradient)``; [s, B, H], or [s, B, heads, d] in `groups`."""
-    module = _kernel() if on_gpu(x, "RMSNorm") else reference
+    require_one_dtype("RMSNorm backward", x=x, grad=grad)
+    module = _kernel() if on_gpu("RMSNorm backward", x=x, grad=grad, weight=weight, rstd=rstd) else reference
     out: Partials = module.rmsnorm_backward_partials(grad, x, weight, rstd, zero_centered, groups)
     return out
 
@@ -69,7 +71,9 @@ def add_rmsnorm_backward_partials(
     zero_centered: bool = False,
 ) -> Partials:
     """``(dx, partials of the weight's gradient)`` of [s, B, H]."""
-    module = _kernel() if on_gpu(residual_out, "add+RMSNorm") else add
+    streams = {"residual_out": residual_out, "grad_out": grad_out, "grad_residual_out": grad_residual_out}
+    require_one_dtype("add+RMSNorm backward", **streams)
+    module = _kernel() if on_gpu("add+RMSNorm backward", **streams, weight=weight, rstd=rstd) else add
     out: Partials = module.add_rmsnorm_backward_partials(
         grad_out, grad_residual_out, residual_out, weight, rstd, zero_centered
     )

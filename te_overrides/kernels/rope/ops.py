@@ -66,9 +66,10 @@ def rope(
         mscale: factor of cosine and sine.
 
     Raises:
+        DeviceError: operands on several devices.
         RopeCoverageError: on a GPU, what the kernel does not cover.
     """
-    if not on_gpu(t, "RoPE"):
+    if not on_gpu("RoPE", t=t, freqs=freqs):
         return Rope.apply(t, freqs, interleaved, mscale)  # type: ignore[no-any-return]
     c, s = _tables(freqs, t.dtype, mscale)
     return _RopeOnGpu.apply(t, c, s, interleaved)  # type: ignore[no-any-return]
