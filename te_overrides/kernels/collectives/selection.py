@@ -171,12 +171,15 @@ def transport_of(operation: str, x: torch.Tensor, size: int, group: dist.Process
         # One node, or one rank a node: the sum over nodes is the flat one.
         transport = look_up(SETTINGS[0], operation, ranks, size)
         why += ", where the ranks' nodes leave one level"
+    if transport == "nodes":
+        nodes_of_group(group)
     if transport == "peers":
         _require_peers(x, group)
     known = _of(group)
     if (operation, transport) not in known.logged:
         known.logged.add((operation, transport))
-        _log.info("%s over %d ranks of group %s, %d bytes: %s (%s)", operation, ranks, group.group_name, size, transport, why)  # fmt: skip  # noqa: E501
+        where = f"{ranks} ranks of group {group.group_name}"
+        _log.info("%s over %s, first of %d bytes: %s (%s)", operation, where, size, transport, why)
     return transport
 
 
