@@ -260,7 +260,9 @@ class SymmetricWorkspace:
         self._space, self._held = None, []
 
 
-def _on_stream(call: Callable[[], None], stream: torch.cuda.Stream, *tensors: torch.Tensor) -> torch.cuda.Event:
+def _on_stream(
+    call: Callable[[], None], stream: torch.cuda.Stream, *tensors: torch.Tensor
+) -> torch.cuda.Event:
     """`call` on the group's stream: its calls must follow each other, whichever streams they are asked for on."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

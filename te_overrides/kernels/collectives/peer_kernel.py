@@ -40,7 +40,9 @@ def _table(tables, rank):
 def _now(TARGET: tl.constexpr):
     """Ticks of a clock that all multiprocessors share: nanoseconds on CUDA, hundredths of microseconds on AMD."""
     if TARGET == "cuda":
-        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
             "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
@@ -48,7 +50,9 @@ def _now(TARGET: tl.constexpr):
 
 
 @triton.jit
-def _in_vain(word, expected: tl.constexpr, wanted: tl.constexpr, limit, SEM: tl.constexpr, TARGET: tl.constexpr):
+def _in_vain(
+    word, expected: tl.constexpr, wanted: tl.constexpr, limit, SEM: tl.constexpr, TARGET: tl.constexpr
+):
     """Set a word from `expected` to `wanted` once it is `expected`; whether that did not happen within `limit` ticks."""
     waited = tl.zeros([], tl.int64)
     began = waited
