@@ -46,7 +46,7 @@ def assembly(arch: str, function: Any, world: int, element: str, block: int) -> 
 
 
 def assert_stores_arrive_before_flags(code: str) -> None:
-    """The barrier waits for shared memory alone, the release for its own wave's stores: every wave waits for its own."""
+    """Every wave waits for its own stores: the barrier and the release do not wait for another wave's."""
     # Up to the first flag; loops are laid out before what follows them.
     head = code[: code.index("buffer_wbl2")]
     last_store = [match.start() for match in re.finditer(r"(?:global|flat|buffer)_store", head)][-1]

@@ -182,7 +182,8 @@ def _launch(
     with device_of(x):
         kernel[(programs, 1, 1)](
             x, out, space.staging, space.flags, space.state, space.missing, space.rank, count, space.half_bytes,
-            int(space.patience * TICKS[target]), **constants, TARGET=target, **options(512 if constants["BLOCK"] == 4096 else 128),
+            int(space.patience * TICKS[target]), **constants, TARGET=target,
+            **options(512 if constants["BLOCK"] == 4096 else 128),
         )  # fmt: skip
 
 
@@ -313,7 +314,9 @@ def start_reduce_scatter_by_peers(
     ended, totals = [], []
     for x, out in zip(tensors, outs, strict=True):
         shape = torch.Size((x.shape[0] // world, *x.shape[1:]))
-        terms, total = x.detach().contiguous(), _target_of(out, shape, x)
+        # A gradient bucket's shard lies inside the bucket; the kernel writes while it reads.
+        inside = out is not None and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        terms, total = x.detach().contiguous(), _target_of(None if inside else out, shape, x)
         space = shared.of(terms.numel() * terms.element_size())
 
         def call(terms: Any = terms, total: Any = total, space: Any = space) -> None:

@@ -53,7 +53,7 @@ def _now(TARGET: tl.constexpr):
 def _in_vain(
     word, expected: tl.constexpr, wanted: tl.constexpr, limit, SEM: tl.constexpr, TARGET: tl.constexpr
 ):
-    """Set a word from `expected` to `wanted` once it is `expected`; whether that did not happen within `limit` ticks."""
+    """Set a word from `expected` to `wanted` once it is `expected`; true where `limit` ticks passed without it."""
     waited = tl.zeros([], tl.int64)
     began = waited
     if TARGET != "":

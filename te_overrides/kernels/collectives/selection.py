@@ -199,8 +199,8 @@ def _require_peers(x: torch.Tensor, group: dist.ProcessGroup) -> None:
         )
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise SelectionError(
-            f"{VARIABLE}=peers, and a sum over ranks of {x.dtype}: its kernels add bfloat16, float16 and float32. Unset "
-            "the variable."
+            f"{VARIABLE}=peers, and a sum over ranks of {x.dtype}: its kernels add bfloat16, float16 and float32. "
+            "Unset the variable."
         )
     peers_of(group)
 
