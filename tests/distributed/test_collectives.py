@@ -17,6 +17,7 @@ from bits import assert_equal_bits
 from procs import run_ranks
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import reference as sums
+from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import DisagreementError
 from te_overrides.kernels.tree.reference import balanced_tree
 
@@ -213,8 +214,8 @@ def _either_way(rank, world_size):
     ):
         x = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
         found, sent = [], []
-        for threshold in (0, 1 << 62):
-            sums.SHARED_FROM = threshold
+        for transport in ("shares", "gather"):
+            selection.TABLE = (selection.Row("group", "all_reduce", transport),)
             with accounting.count() as counter:
                 found.append(sums.all_reduce(x, group, wide=wide))
             sent.append(sum(counter.bytes_sent.values()))
