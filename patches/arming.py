@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patches.errors import LateActivationError, ModeError
 from patches.ledger import KNOWN_BIASED, Entry, Ledger
 from patches.override import MODES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VARIABLE = "DETERMINISTIC_ROCM"
 """Environment variable that arms children too, since they do not inherit a command line."""

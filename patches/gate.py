@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from patches import schema
+from patches.applying import MARK
 from patches.errors import DriftError, GateError
-from patches.finder import MARK
 from patches.ledger import APPLIED, ARMED, NOT_REQUIRED, REFUSED, VERIFIED, Entry, Ledger
 from patches.lock import Lock
 from patches.override import ALIAS

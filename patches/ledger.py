@@ -10,9 +10,6 @@ KNOWN_BIASED(figures) is where an operator is left alone in this mode although i
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from patches.errors import OverrideError
@@ -36,7 +33,6 @@ _ALLOWED = {
 }
 
 
-@dataclass
 class Entry:
     """One override's state. `original` and `replacement` are the objects themselves, for the gate.
 
@@ -44,14 +40,13 @@ class Entry:
     function and cannot tell.
     """
 
-    override: Override
-    state: str = ARMED
-    reason: str | None = None
-    fingerprint: str | None = None
-    version: str | None = None
-    original: Any = None
-    replacement: Any = None
-    called: bool | None = None
+    def __init__(self, override: Override, state: str = ARMED, reason: str | None = None) -> None:
+        self.override, self.state, self.reason = override, state, reason
+        self.fingerprint: str | None = None
+        self.version: str | None = None
+        self.original: Any = None
+        self.replacement: Any = None
+        self.called: bool | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What status and the ledger file show."""
@@ -67,13 +62,12 @@ class Entry:
         }
 
 
-@dataclass
 class Ledger:
     """Entries of one armed process, and the reviewed fingerprints that it was armed with."""
 
-    mode: str
-    lock: Lock
-    entries: dict[str, Entry] = field(default_factory=dict)
+    def __init__(self, mode: str, lock: Lock, entries: dict[str, Entry] | None = None) -> None:
+        self.mode, self.lock = mode, lock
+        self.entries: dict[str, Entry] = {} if entries is None else entries
 
     def move(self, id: str, state: str, reason: str | None = None, **facts: Any) -> Entry:
         """Change a state. Raises OverrideError for a step that the diagram does not have."""
@@ -92,6 +86,9 @@ class Ledger:
 
         What was called does not enter: a pipeline stage calls other functions than its neighbour.
         """
+        import hashlib  # a tenth of the time that arming may take, and no digest is asked for before the gate
+        import json
+
         facts = [
             [e.override.id, e.state, e.fingerprint]
             for e in sorted(self.entries.values(), key=lambda e: e.override.id)

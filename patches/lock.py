@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from pathlib import Path
+import os
 
 from patches.errors import LockError
 from patches.versions import release
 
-PATH = Path(__file__).with_name("overrides.lock.json")
+PATH = os.path.join(os.path.dirname(__file__), "overrides.lock.json")
 SCHEMA = 2
 READABLE = (1, SCHEMA)
 DERIVED = "derived from source"
 """Key of an entry: releases whose fingerprint was derived from upstream's source, not seen in a build (schema 2)."""
 
 
-@dataclass
 class Lock:
     """Accepted fingerprints: target -> fingerprint -> releases; `derived` has those of them that no build has shown."""
 
-    path: Path
-    targets: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    derived: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        targets: dict[str, dict[str, list[str]]] | None = None,
+        derived: dict[tuple[str, str], list[str]] | None = None,
+    ) -> None:
+        self.path = path
+        self.targets: dict[str, dict[str, list[str]]] = {} if targets is None else targets
+        self.derived: dict[tuple[str, str], list[str]] = {} if derived is None else derived
 
     @classmethod
-    def read(cls, path: Path = PATH) -> Lock:
+    def read(cls, path: str | os.PathLike[str] = PATH) -> Lock:
         """Raises LockError when the file is missing or not of the known form."""
         try:
-            data = json.loads(path.read_text())
+            with open(path, encoding="utf-8") as file:
+                data = json.load(file)
             if data["schema"] not in READABLE:
                 raise LockError(
                     f"{path} has schema {data['schema']}, this version reads {READABLE}; update the package"
@@ -85,4 +90,5 @@ class Lock:
                 for target, entries in sorted(self.targets.items())
             },
         }
-        self.path.write_text(json.dumps(data, indent=1) + "\n")
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1) + "\n")

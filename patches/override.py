@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from patches.errors import RegistryError
 from patches.target import Target
@@ -17,8 +16,7 @@ KINDS = (SOURCE, BINDING, ALIAS)
 Build = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """A declared override.
 
     Attributes:
@@ -74,7 +72,8 @@ class Override:
         """The module after whose execution the override is applied."""
         return self.after or self.target.module
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Override:
+        """Itself. Raises RegistryError for an empty field, an unknown kind or mode."""
         if self.kind not in KINDS:
             raise RegistryError(f"override {self.id}: kind {self.kind!r}; known kinds: {KINDS}")
         for name in ("id", "why", "how", "retire_when", "evidence", "distribution"):
@@ -84,6 +83,7 @@ class Override:
                 )
         if not self.modes or set(self.modes) - set(MODES):
             raise RegistryError(f"override {self.id}: modes {self.modes}; known modes: {MODES}")
+        return self
 
 
 def override(
@@ -121,7 +121,7 @@ def override(
                 id, Target.parse(target), tuple(modes), why, how, retire_when, evidence, distribution, versions,
                 tuple(also), mended, build, kind, after, tuple(operators), tuple(reexports), absent,
                 probe, biased,
-            )
+            ).checked()
         )  # fmt: skip
         return build
 

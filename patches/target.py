@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from patches.errors import TargetError
 
-_FORM = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<qualname>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
 
-
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """``package.module:Qualified.name``."""
 
     module: str
@@ -22,10 +17,10 @@ class Target:
     @classmethod
     def parse(cls, text: str) -> Target:
         """Raises TargetError for any other form."""
-        match = _FORM.fullmatch(text)
-        if match is None:
+        module, _, qualname = text.partition(":")
+        if not all(name.isidentifier() for name in (*module.split("."), *qualname.split("."))):
             raise TargetError(f"target {text!r} is not of the form 'package.module:Qualified.name'")
-        return cls(match["module"], match["qualname"])
+        return cls(module, qualname)
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patches.errors import RegistryError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _OPERATORS = {
     ">=": lambda a, b: a >= b,

@@ -14,16 +14,16 @@ Seam: a function of AITER's Python module that its package re-exports.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patches import override
 from patches.errors import DriftError
+
+if TYPE_CHECKING:
+    import inspect
 
 MODULE, NAME = "aiter.ops.rmsnorm", "rmsnorm2d_fwd_with_add"
 REQUIRED = ("out", "input", "residual_in", "residual_out", "weight", "epsilon")
@@ -38,6 +38,9 @@ def signature_in_source(source: str) -> inspect.Signature:
     Raises:
         DriftError: other parameters than those that were reviewed.
     """
+    import ast
+    import inspect
+
     (function,) = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == NAME]
     names = [argument.arg for argument in function.args.args]
     more = names[len(REQUIRED) :]
@@ -65,6 +68,8 @@ def signature_in_source(source: str) -> inspect.Signature:
 
 
 def _signature() -> inspect.Signature:
+    from pathlib import Path
+
     return signature_in_source(Path(sys.modules[MODULE].__file__ or "").read_text())
 
 

@@ -20,12 +20,14 @@ other positions than upstream's own ring. `cp_comm_type` and the choice of kerne
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patches import override
 from patches.errors import NotCoveredError
+
+if TYPE_CHECKING:
+    import inspect
 
 # qkv_format -> attn_mask_type -> causal
 _CAUSAL_OF_MASK = {
@@ -71,6 +73,8 @@ _WITHOUT_EFFECT = {
     versions=">=2.3",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
+    import inspect
+
     signature = inspect.signature(original)
 
     def attn_forward_func_with_cp(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ it arrives as drift, to be reviewed and pinned.
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType
 
 NATIVE = "lse_correction"
@@ -19,6 +18,8 @@ NATIVE = "lse_correction"
 
 def native_lse_correction(module: ModuleType, name: str) -> str | None:
     """Why `module.name` needs no override, or None."""
+    import inspect
+
     code = getattr(inspect.unwrap(getattr(module, name)), "__code__", None)
     if code is not None and NATIVE in code.co_names and getattr(module, "IS_HIP_EXTENSION", False):
         return f"upstream's {name} calls its own fixed kernel, tex.{NATIVE} (ROCm/TransformerEngine#708)"

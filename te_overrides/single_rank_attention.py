@@ -16,13 +16,15 @@ Refused: KV caches (`inference_params`), whose kernels are upstream's (paged att
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patches import override
 from patches.errors import NotCoveredError
+
+if TYPE_CHECKING:
+    import inspect
 
 # Given to the runtime under its own name for them, or read here.
 _PASSED = {
@@ -56,6 +58,8 @@ _EXAMINED = ("softmax_type", "return_max_logit")
     versions=">=2.3",
 )
 def build(original: Callable[..., Any]) -> Callable[..., Any]:
+    import inspect
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)

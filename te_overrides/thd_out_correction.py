@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patches import binding, override
+from patches import override
 from patches.errors import DriftError
 
 
@@ -31,6 +31,7 @@ from patches.errors import DriftError
     versions=">=2.3",
 )
 def build(original: Callable[..., None]) -> Callable[..., None]:
+    from patches import binding
     from te_overrides.kernels.lse_merge import packed
 
     forms = {7: packed.thd_out_correction_, 8: packed.thd_incremental_out_correction_}

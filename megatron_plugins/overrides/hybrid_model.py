@@ -10,7 +10,6 @@ Seam: ``HybridModel.__init__``; the deprecated ``MambaModel`` of the same releas
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,8 @@ from patches import override
     versions=">=0.18",
 )
 def build(original: Callable[..., None]) -> Callable[..., None]:
+    import inspect
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -17,6 +17,7 @@ from bits import assert_equal_bits
 from procs import run_ranks
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import reference as sums
+from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import DisagreementError
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.tree.reference import balanced_tree
@@ -114,12 +115,12 @@ def _laid_out(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _odd_operands(rank: int, world: int) -> int:
-    group, compared = dist.group.WORLD, 0
+    group, compared, table = dist.group.WORLD, 0, selection.TABLE
     everybody = [_laid_out(other) for other in range(world)]
     for name, x in _laid_out(rank).items():
         want = balanced_tree([operands[name].resolve_neg().contiguous() for operands in everybody])
-        for threshold in (0, 1 << 62):
-            sums.SHARED_FROM = threshold
+        for transport in ("shares", "gather"):
+            selection.TABLE = (selection.Row("group", "all_reduce", transport), *table)
             assert_equal_bits(sums.all_reduce(x, group), want, f"all_reduce, {name}")
         share = want.chunk(world)[rank]
         assert_equal_bits(sums.reduce_scatter(x, group), share, f"reduce_scatter, {name}")
@@ -293,8 +294,8 @@ def _either_way(rank, world_size):
     ):
         x = torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
         found, sent = [], []
-        for threshold in (0, 1 << 62):
-            sums.SHARED_FROM = threshold
+        for transport in ("shares", "gather"):
+            selection.TABLE = (selection.Row("group", "all_reduce", transport),)
             with accounting.count() as counter:
                 found.append(sums.all_reduce(x, group, wide=wide))
             sent.append(sum(counter.bytes_sent.values()))

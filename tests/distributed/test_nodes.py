@@ -1,6 +1,9 @@
-"""Sums over nodes have the bits of the flat sum; ranks that are no neighbours are refused."""
+"""The choice of a transport changes no bit; sums over nodes are the flat ones; what cannot work is refused by name."""
 
 from __future__ import annotations
+
+import logging
+import os
 
 import pytest
 import torch
@@ -8,36 +11,76 @@ import torch.distributed as dist
 
 from bits import assert_equal_bits
 from procs import run_ranks
-from te_overrides.kernels.collectives.nodes import (
-    all_reduce_over_nodes,
-    nodes_of,
-    reduce_scatter_over_nodes,
-    require_neighbours,
+from te_overrides.kernels.collectives import selection
+from te_overrides.kernels.collectives.nodes import require_neighbours
+from te_overrides.kernels.collectives.reference import (
+    CollectiveError,
+    all_reduce,
+    reduce_scatter_many,
+    start_all_reduce,
 )
-from te_overrides.kernels.collectives.reference import CollectiveError, all_reduce, reduce_scatter
 
 
-def compare(rank: int, world: int, sizes: tuple[int, ...], per_node: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    nodes = nodes_of(group, [f"node {r // per_node}" for r in range(world)])
-    generator = torch.Generator().manual_seed(rank)
-    for size in sizes:
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _sums(x: torch.Tensor, group: dist.ProcessGroup, wide: bool) -> list[torch.Tensor]:
+    in_place, other = x.clone(), (x[..., :1] * 3).contiguous()
+    all_reduce(in_place, group, wide=wide, out=in_place)
+    out = torch.empty_like(x[: x.shape[0] // group.size()])
+    scattered = reduce_scatter_many([x, other], group, wide=wide, outs=[out, None])
+    assert scattered[0] is out
+    return [in_place, start_all_reduce(x, group, wide=wide).wait(), *scattered]
+
+
+def _compare(rank: int, world: int, layouts: tuple[int, ...]) -> tuple[int, list[str]]:
+    """Flat against `nodes`, with nodes of every size in `layouts`."""
+    heard = _Lines()
+    logger = logging.getLogger("te_overrides.kernels.collectives")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(heard)
+    generator, compared = torch.Generator().manual_seed(rank), 0
+    flat = dist.group.WORLD
+    assert flat is not None
+    groups = {per_node: dist.new_group(list(range(world))) for per_node in layouts}
+    for size in (0, 1, 33):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(size * world, 3, generator=generator).to(dtype)
-            assert_equal_bits(
-                all_reduce_over_nodes(x, nodes), all_reduce(x, group), f"all_reduce {size} {dtype}"
-            )
-            assert_equal_bits(
-                reduce_scatter_over_nodes(x, nodes),
-                reduce_scatter(x, group),
-                f"reduce_scatter {size} {dtype}",
-            )
+            for wide in (False, True):
+                os.environ.pop(selection.VARIABLE, None)
+                want = _sums(x, flat, wide)
+                os.environ[selection.VARIABLE] = "nodes"
+                for per_node, group in groups.items():
+                    selection.host_of_this_rank = lambda per_node=per_node: f"node {rank // per_node}"
+                    for got, wanted in zip(_sums(x, group, wide), want, strict=True):
+                        assert_equal_bits(got, wanted, f"{per_node} a node, {size} {dtype} wide {wide}")
+                        compared += wanted.numel()
+    with pytest.raises(CollectiveError, match="Order the ranks by node"):
+        selection.host_of_this_rank = lambda: f"node {rank % 2}"
+        all_reduce(torch.ones(3), dist.new_group(list(range(world))))
+    for value, words in (("peers", "a tensor on cpu"), ("rccl", "one of group, nodes, peers")):
+        os.environ[selection.VARIABLE] = value
+        with pytest.raises(selection.SelectionError, match=words):
+            all_reduce(torch.ones(3), flat)
+    selection.close()
+    assert not selection._known
+    return compared, heard.lines
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(8, 4), (8, 2), (4, 2)])
-def test_a_sum_over_nodes_has_the_bits_of_the_flat_one(world: int, per_node: int) -> None:
-    run_ranks(world, compare, (1, 33, 5), per_node)
+@pytest.mark.parametrize(("world", "layouts"), [(4, (1, 2, 4)), (8, (2, 4))])
+def test_a_sum_over_nodes_has_the_bits_of_the_flat_one(world: int, layouts: tuple[int, ...]) -> None:
+    """Every transport that four and eight gloo ranks can take; each choice is logged once."""
+    for compared, lines in run_ranks(world, _compare, layouts):
+        print(f"0 of {compared} elements differ")
+        assert compared
+        over_nodes = [line for line in lines if line.endswith(f": nodes ({selection.VARIABLE}=nodes)")]
+        assert len(set(lines)) == len(lines) and len(over_nodes) == 2 * sum(1 < n < world for n in layouts)
 
 
 @pytest.mark.parametrize(

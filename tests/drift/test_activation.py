@@ -256,6 +256,18 @@ def test_start_up_takes_no_longer_than_promised(
     assert fastest < promised
 
 
+def test_arming_imports_nothing_that_only_applying_needs(python: str) -> None:
+    """What every start of an armed interpreter pays for: these cost as much as all the rest together."""
+    folder = call(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    heavy = {"ast", "dataclasses", "hashlib", "inspect", "pathlib", "tokenize", "patches.applying"}
+    show = (
+        "import sys; exec(open(sys.argv[1]).read()); from patches.arming import armed_mode; print(armed_mode(), "
+        f"*sorted({heavy} & {{*sys.modules}}))"
+    )
+    path = str(Path(folder) / "deterministic_rocm.pth")
+    assert call(python, "-S", "-c", show, path, **ON).split() == ["invariant"]
+
+
 def test_disable_removes_what_enable_wrote(python: str, tmp_path: Path) -> None:
     assert call(python, "-m", "patches", "disable", cwd=ROOT).count("removed") == 3
     assert "mode None" in call(python, "-c", SHOW, cwd=tmp_path, DETERMINISTIC_ROCM="invariant")

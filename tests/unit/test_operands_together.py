@@ -44,9 +44,17 @@ DEVICES: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: attention.attention_dq(Q, Q, Q, Q, STATISTIC, there(1, 2, 4, dtype=FLOAT32), (), mask=None),
         "query", "delta",
     ),
-    "dK, dV": (lambda: attention.attention_dkv(Q, Q, Q, there(*SHAPE), STATISTIC, STATISTIC, (), mask=None), "query", "grad_out"),
-    "loss": (lambda: cross_entropy.vocab_parallel_cross_entropy(here(3, 1024), there(3, dtype=INT64)), "logits", "target"),
-    "log-probability": (lambda: cross_entropy.vocab_parallel_log_prob(here(3, 1024), there(3, dtype=INT64)), "logits", "target"),
+    "dK, dV": (
+        lambda: attention.attention_dkv(Q, Q, Q, there(*SHAPE), STATISTIC, STATISTIC, (), mask=None),
+        "query", "grad_out",
+    ),
+    "loss": (
+        lambda: cross_entropy.vocab_parallel_cross_entropy(here(3, 1024), there(3, dtype=INT64)),
+        "logits", "target",
+    ),
+    "log-probability": (
+        lambda: cross_entropy.vocab_parallel_log_prob(here(3, 1024), there(3, dtype=INT64)), "logits", "target",
+    ),
     "lookup": (lambda: embedding.lookup(there(3, dtype=INT64), here(8, 4), 0), "weight", "ids"),
     "embedding gradient": (lambda: embedding.embedding_gradient(here(3, dtype=INT64), there(3, 4), 8), "grad", "ids"),
     "one lane": (lambda: gemm.one_lane(here(2, 8), there(3, 8)), "a", "b"),
@@ -94,7 +102,8 @@ def test_a_merge_that_reaches_the_gpu_with_an_operand_elsewhere_is_named(name: s
 DTYPES: dict[str, tuple[Callable[[], Any], type[ValueError], tuple[str, ...]]] = {
     "one lane": (lambda: gemm.one_lane(here(2, 8), here(3, 8, dtype=FLOAT32)), LaneError, ("bfloat16", "float32")),
     "lane tree": (
-        lambda: gemm.lane_tree(here(2, 8), here(3, 8, dtype=torch.float16), tp_size=1), LaneError, ("bfloat16", "float16"),
+        lambda: gemm.lane_tree(here(2, 8), here(3, 8, dtype=torch.float16), tp_size=1),
+        LaneError, ("bfloat16", "float16"),
     ),
     "dQ": (
         lambda: attention.attention_dq(Q, Q, Q, Q.float(), STATISTIC, STATISTIC, (), mask=None),
@@ -116,7 +125,8 @@ DTYPES: dict[str, tuple[Callable[[], Any], type[ValueError], tuple[str, ...]]] =
         DtypeError, ("residual_out", "bfloat16", "grad_residual_out", "float32"),
     ),
     "SwiGLU's gradient": (
-        lambda: swiglu.swiglu_packed_backward(here(2, 4, dtype=FLOAT32), here(2, 8)), DtypeError, ("packed", "bfloat16", "float32"),
+        lambda: swiglu.swiglu_packed_backward(here(2, 4, dtype=FLOAT32), here(2, 8)),
+        DtypeError, ("packed", "bfloat16", "float32"),
     ),
     "loss": (
         lambda: cross_entropy.vocab_parallel_cross_entropy(here(3, 1024), here(3, dtype=torch.int32)),

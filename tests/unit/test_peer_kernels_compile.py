@@ -26,10 +26,15 @@ def assembly(arch: str, function: Any, world: int, element: str, block: int) -> 
         "ADDED": names[element],
         "BLOCK": block,
         "SHARED": True,
+        "TARGET": "hip",
     }
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     pointers = {"x": f"*{element}", "out": f"*{element}", "staging": "*i64", "flags": "*i64"}
-    types = pointers | {"state": "*i32", "missing": "*i32"} | dict.fromkeys(constants, "constexpr")
+    types = (
+        pointers
+        | {"state": "*i32", "missing": "*i32", "limit": "i64"}
+        | dict.fromkeys(constants, "constexpr")
+    )
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "i32") for name in function.arg_names},
@@ -38,6 +43,14 @@ def assembly(arch: str, function: Any, world: int, element: str, block: int) -> 
     )
     options = {"num_warps": 8 if block == 4096 else 2, "num_stages": 1, "enable_fp_fusion": False}
     return str(triton.compile(source, target=GPUTarget("hip", arch, 64), options=options).asm["amdgcn"])
+
+
+def assert_stores_arrive_before_flags(code: str) -> None:
+    """Every wave waits for its own stores: the barrier and the release do not wait for another wave's."""
+    # Up to the first flag; loops are laid out before what follows them.
+    head = code[: code.index("buffer_wbl2")]
+    last_store = [match.start() for match in re.finditer(r"(?:global|flat|buffer)_store", head)][-1]
+    assert re.search(r"ASMSTART\s+s_waitcnt vmcnt\(0\)\s+v_mov_b32.*?s_barrier", head[last_store:], re.DOTALL)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -54,6 +67,8 @@ def test_it_compiles_for_amd_without_spills(arch: str, function: Any, world: int
     # Flags are set and taken by compare-and-swap; what others wrote is fetched from where they see it too.
     assert "global_atomic_cmpswap" in code
     assert "buffer_inv" in code and "buffer_wbl2" in code
+    assert "s_memrealtime" in code
+    assert_stores_arrive_before_flags(code)
     assert not re.search(r"atomic_(?:pk_)?add_(?:f|bf)", code)
 
 

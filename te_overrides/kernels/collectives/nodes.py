@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.reference import (
     CollectiveError,
-    all_reduce,
+    Sum,
     check_sum_world,
-    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter_many,
 )
 from te_overrides.kernels.collectives.transport import group_size
-from te_overrides.kernels.eager import eager_only
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def require_neighbours(hosts: Sequence[str]) -> int:
 
 
 def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
-    """The groups of a sum over nodes. Collective over the whole job, as `torch.distributed.new_group` is.
+    """The groups of a sum over nodes. Collective over `group`, and over no other ranks.
 
     Args:
-        group: the flat group; every rank of the job belongs to it.
+        group: the flat group.
         hosts: a name for each rank's node, in rank order.
 
     Raises:
@@ -69,33 +69,57 @@ def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
     size = require_neighbours(hosts)
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     check_sum_world(len(ranks) // size)
-    inside = [dist.new_group(ranks[start : start + size]) for start in range(0, len(ranks), size)]
-    across = [dist.new_group(ranks[number::size]) for number in range(size)]
-    return Nodes(inside[own // size], across[own % size])
+    node, number = divmod(own, size)
+    inside, across = (
+        dist.new_group(members, use_local_synchronization=True)
+        for members in (ranks[node * size : (node + 1) * size], ranks[number::size])
+    )
+    return Nodes(inside, across)
 
 
-@eager_only
-def all_reduce_over_nodes(x: torch.Tensor, nodes: Nodes) -> torch.Tensor:
-    """The tree over all ranks of `x`, on every rank."""
-    return all_reduce(all_reduce(x, nodes.inside), nodes.across)
+def _terms(x: torch.Tensor, wide: bool) -> torch.Tensor:
+    """`x`, in float32 where additions are: between the levels nothing may be rounded then."""
+    return x.detach().to(torch.float32) if wide else x.detach()
 
 
-@eager_only
-def reduce_scatter_over_nodes(x: torch.Tensor, nodes: Nodes) -> torch.Tensor:
-    """This rank's slice along dim 0 of the tree over all ranks.
+def _finished(total: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    total = total.to(dtype)
+    return total if out is None else out.copy_(total)
+
+
+def start_all_reduce_over_nodes(
+    x: torch.Tensor, nodes: Nodes, *, wide: bool = False, out: torch.Tensor | None = None
+) -> Sum:
+    """The tree over all ranks of `x`, on every rank. Arguments as for `reference.start_all_reduce`."""
+    moving = start_all_reduce(_terms(x, wide), nodes.inside)
+
+    def finish() -> list[torch.Tensor]:
+        return [_finished(start_all_reduce(moving.wait(), nodes.across).wait(), x.dtype, out)]
+
+    return Sum(finish)
+
+
+def start_reduce_scatter_over_nodes(
+    tensors: Sequence[torch.Tensor], nodes: Nodes, *, wide: bool = False,
+    outs: Sequence[torch.Tensor | None] | None = None,
+) -> Sum:  # fmt: skip
+    """This rank's slice along dim 0 of the tree over all ranks, for each tensor.
 
     Args:
-        x: [n, ...], n divisible by the number of ranks.
-
-    Raises:
-        CollectiveError: dim 0 that the ranks do not divide.
+        tensors: [n, ...], n divisible by the number of ranks. Others as for `reference.start_reduce_scatter_many`.
     """
     inside, across = group_size(nodes.inside), group_size(nodes.across)
-    if x.shape[0] % (inside * across):
-        raise CollectiveError(
-            f"reduce_scatter over {inside * across} ranks needs dim 0 divisible by it, got {tuple(x.shape)}."
-        )
     # Slices of the ranks with one number, of all nodes, next to each other: [number, node, slice].
-    share = x.shape[0] // (inside * across)
-    by_number = x.reshape(across, inside, share, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-    return reduce_scatter(reduce_scatter(by_number, nodes.inside), nodes.across)
+    by_number = []
+    for x in tensors:
+        share = x.shape[0] // (inside * across)
+        rows = _terms(x, wide).reshape(across, inside, share, *x.shape[1:])
+        by_number.append(rows.transpose(0, 1).reshape(x.shape))
+    moving = start_reduce_scatter_many(by_number, nodes.inside)
+    given = [None] * len(tensors) if outs is None else list(outs)
+
+    def finish() -> list[torch.Tensor]:
+        totals = start_reduce_scatter_many(moving.wait_all(), nodes.across).wait_all()
+        return [_finished(total, x.dtype, out) for total, x, out in zip(totals, tensors, given, strict=True)]
+
+    return Sum(finish)

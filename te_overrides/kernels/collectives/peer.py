@@ -6,7 +6,7 @@ torch's symmetric memory (CUDA and HIP, NVLink multicast not used). Every rank m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,16 @@ import triton.language as tl
 
 from te_overrides.kernels.collectives import peer_kernel
 from te_overrides.kernels.collectives.peer_obstacles import PeerError, describe_rank, obstacle
+from te_overrides.kernels.collectives.reference import Sum
 from te_overrides.kernels.launching import device_of, options
 
 WORLDS = (2, 4, 8)
 """Numbers of ranks that the kernels are built for; one list for the declaration, the launches and the tests."""
 MOST_PROGRAMS = 64
-ATTEMPTS = 1 << 27
-"""Times that a flag is asked for before a rank counts as missing: a minute or more."""
+PATIENCE = 300.0
+"""Seconds after which a rank that has not come counts as missing."""
+TICKS = {"cuda": 1_000_000_000, "hip": 100_000_000, "": 1000}
+"""Ticks of a second on the kernels' clock; in Triton's interpreter, which has none, attempts."""
 SMALL = 64 << 10
 """Bytes up to which every rank adds all of an all-reduce, which saves the second meeting."""
 _ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -42,7 +45,7 @@ class Workspace:
             `flag_words(world)` int32 that begin at 0.
         state: [2] int32 on the device, zeros at first: whose turn it is, programs that ended.
         missing: [1] int32 that kernel and host both reach, 0 while nobody is missing.
-        attempts: see `ATTEMPTS`.
+        patience: see `PATIENCE`.
     """
 
     rank: int
@@ -52,7 +55,7 @@ class Workspace:
     flags: torch.Tensor
     state: torch.Tensor
     missing: torch.Tensor
-    attempts: int = ATTEMPTS
+    patience: float = PATIENCE
 
     def require_everybody(self) -> None:
         """Raise if a rank was missing in a call that has ended.
@@ -63,7 +66,7 @@ class Workspace:
         if found := int(self.missing[0]):
             raise PeerError(
                 f"rank {found - 1} did not come to a collective that rank {self.rank} of {self.world} was in, within "
-                f"{self.attempts} attempts: it died, or it makes other calls. What the collective returned is not to "
+                f"{self.patience:g} s: it died, or it makes other calls. What the collective returned is not to "
                 "be used. End the job; the ranks' own errors say why."
             )
 
@@ -119,12 +122,13 @@ def all_reduce(
 
 
 def all_gather(x: torch.Tensor, out: torch.Tensor, space: Workspace, *, programs: int | None = None) -> None:
-    """Every rank's `x` [n], any dtype, one after the other into `out` [world * n]. Bytes; nothing is interpreted."""
+    """Every rank's `x` [n], any dtype, one after the other into `out` [world * n] of that dtype, as bytes."""
     size = x.numel() * x.element_size()
     _require(x, space, size, sums=False)
     if not size:
         return
-    width = next(w for w in (8, 4, 2, 1) if not (size % w or x.data_ptr() % w or out.data_ptr() % w))
+    # By the dtype alone: ranks whose tensors are aligned otherwise must cut the message alike.
+    width = min(8, x.element_size())
     x, out = (t.view(torch.uint8).view(_WORD[width]) for t in (x, out))
     block = _block(x.numel())
     constants = {"WORLD": space.world, "DTYPE": _TL_WORD[width], "BLOCK": block}
@@ -161,16 +165,25 @@ def _programs(count: int, block: int) -> int:
     return min(MOST_PROGRAMS, triton.cdiv(count, block))
 
 
+def _target(kernel: Any) -> str:
+    # Triton's interpreter replaces the decorator.
+    if not isinstance(kernel, triton.JITFunction):
+        return ""
+    return "hip" if torch.version.hip else "cuda"
+
+
 def _launch(
     kernel: Any, x: torch.Tensor, out: torch.Tensor, space: Workspace, count: int, programs: int,
     constants: dict[str, Any],
 ) -> None:  # fmt: skip
     if programs > MOST_PROGRAMS:
         raise PeerError(f"{programs} programs: the tables of flags have room for {MOST_PROGRAMS}.")
+    target = _target(kernel)
     with device_of(x):
         kernel[(programs, 1, 1)](
             x, out, space.staging, space.flags, space.state, space.missing, space.rank, count, space.half_bytes,
-            space.attempts, **constants, **options(512 if constants["BLOCK"] == 4096 else 128),
+            int(space.patience * TICKS[target]), **constants, TARGET=target,
+            **options(512 if constants["BLOCK"] == 4096 else 128),
         )  # fmt: skip
 
 
@@ -208,6 +221,11 @@ class SymmetricWorkspace:
         self._space.require_everybody()
         return self._space
 
+    def require_everybody(self) -> None:
+        """`Workspace.require_everybody`, where there is one."""
+        if self._space is not None:
+            self._space.require_everybody()
+
     def _grow(self, half_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -220,6 +238,11 @@ class SymmetricWorkspace:
         memory.zero_()
         torch.cuda.synchronize(device)
         handle = symmetric_memory.rendezvous(memory, self.group)
+        if (handle.rank, handle.world_size) != (rank, world):
+            raise PeerError(
+                f"symmetric memory numbers this process {handle.rank} of {handle.world_size}, its group {rank} of "
+                f"{world}: the order of the sum would be another. Unset DETERMINISTIC_ROCM_COLLECTIVES."
+            )
         dist.barrier(self.group)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._held = [memory, handle]
@@ -238,17 +261,90 @@ class SymmetricWorkspace:
         self._space, self._held = None, []
 
 
+def _on_stream(
+    call: Callable[[], None], stream: torch.cuda.Stream, *tensors: torch.Tensor
+) -> torch.cuda.Event:
+    """`call` on the group's stream: its calls must follow each other, whichever streams they are asked for on."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    for x in tensors:
+        x.record_stream(stream)
+    return stream.record_event()
+
+
+def _laid_out(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the kernels read it: its values one after the other."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _target_of(out: torch.Tensor | None, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    """Where a kernel may write what belongs into `out`."""
+    if out is not None and out.is_contiguous():
+        return out.detach()
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _finish(
+    ended: Sequence[torch.cuda.Event], totals: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None],
+    shared: SymmetricWorkspace,
+) -> list[torch.Tensor]:  # fmt: skip
+    for event in ended:
+        torch.cuda.current_stream().wait_event(event)
+    shared.require_everybody()
+    return [
+        total if out is None else out if out.data_ptr() == total.data_ptr() else out.copy_(total)
+        for total, out in zip(totals, outs, strict=True)
+    ]
+
+
+def start_all_reduce_by_peers(
+    x: torch.Tensor, shared: SymmetricWorkspace, stream: torch.cuda.Stream, *, wide: bool, out: torch.Tensor | None
+) -> Sum:  # fmt: skip
+    """`reference.start_all_reduce` through shared memory; `wait` also raises PeerError for a rank that was missing."""
+    terms, total = _laid_out(x), _target_of(out, x.shape, x)
+    space = shared.of(terms.numel() * terms.element_size())
+    ended = _on_stream(
+        lambda: all_reduce(terms.view(-1), total.view(-1), space, wide=wide), stream, terms, total
+    )
+    return Sum(lambda: _finish([ended], [total], [out], shared))
+
+
+def start_reduce_scatter_by_peers(
+    tensors: Sequence[torch.Tensor], shared: SymmetricWorkspace, stream: torch.cuda.Stream, *, wide: bool,
+    outs: Sequence[torch.Tensor | None],
+) -> Sum:  # fmt: skip
+    """`reference.start_reduce_scatter_many` through shared memory, one tensor after the other."""
+    world = dist.get_world_size(shared.group)
+    read = {x.untyped_storage().data_ptr() for x in tensors}
+    ended, totals = [], []
+    for x, out in zip(tensors, outs, strict=True):
+        shape = torch.Size((x.shape[0] // world, *x.shape[1:]))
+        # A gradient bucket's shard lies inside the bucket, or inside another one of the call; the kernel writes while
+        # it reads.
+        inside = out is not None and out.untyped_storage().data_ptr() in read
+        terms, total = _laid_out(x), _target_of(None if inside else out, shape, x)
+        space = shared.of(terms.numel() * terms.element_size())
+
+        def call(terms: Any = terms, total: Any = total, space: Any = space) -> None:
+            reduce_scatter(terms.view(-1), total.view(-1), space, wide=wide)
+
+        ended.append(_on_stream(call, stream, terms, total))
+        totals.append(total)
+    return Sum(lambda: _finish(ended, totals, outs, shared))
+
+
 def simulated(
-    world: int, half_bytes: int, device: torch.device, attempts: int = ATTEMPTS
+    world: int, half_bytes: int, device: torch.device, patience: float = PATIENCE
 ) -> Sequence[Workspace]:
     """Workspaces of `world` ranks in this process, on one device: what tests of four and eight ranks use on one GPU."""
     staging = [torch.zeros(2 * half_bytes, dtype=torch.uint8, device=device) for _ in range(world)]
     flags = [torch.zeros(flag_words(world), dtype=torch.int32, device=device) for _ in range(world)]
-    return [in_memory(rank, staging, flags, attempts) for rank in range(world)]
+    return [in_memory(rank, staging, flags, patience) for rank in range(world)]
 
 
 def in_memory(
-    rank: int, staging: Sequence[torch.Tensor], flags: Sequence[torch.Tensor], attempts: int
+    rank: int, staging: Sequence[torch.Tensor], flags: Sequence[torch.Tensor], patience: float
 ) -> Workspace:
     """The workspace of one rank over buffers that this process can reach, one a rank."""
     device = staging[0].device
@@ -258,7 +354,7 @@ def in_memory(
         torch.tensor([x.data_ptr() for x in staging], dtype=torch.int64, device=device),
         torch.tensor([x.data_ptr() for x in flags], dtype=torch.int64, device=device),
         torch.zeros(2, dtype=torch.int32, device=device), missing.pin_memory() if device.type == "cuda" else missing,
-        attempts,
+        patience,
     )  # fmt: skip
     # The addresses alone would not keep them.
     space.held = (list(staging), list(flags))  # type: ignore[attr-defined]

@@ -9,8 +9,13 @@ owner sets it back: an atomic exchange with release, one with acquire, both at s
 calls take in turn, by a number in device memory, so that a captured graph replays correctly: when a rank writes a half
 again, everybody has met it in the call between, and had therefore left the call before.
 
-A counterpart that does not come within `limit` attempts ends the wait: its rank (plus one) is stored in `missing`,
-which the host can read, and the result is not to be used.
+A counterpart that does not come within `limit` ticks of the device's clock ends the wait: its rank (plus one) is stored
+in `missing`, which the host can read, and the result is not to be used. Triton's interpreter has no clock: attempts are
+its ticks.
+
+Before the barrier in front of a flag every wave waits for its own stores. On CUDA the barrier orders them before the
+release of the thread that sets the flag. On AMD it waits for shared memory alone, and the release waits for the stores
+of its own wave alone.
 
 Integers are not specialized: where ranks share a process, loading another variant would wait for the device, that is
 for a kernel which waits for the one to be loaded.
@@ -32,23 +37,53 @@ def _table(tables, rank):
 
 
 @triton.jit
-def _meet(flags, missing, rank, phase, limit, WORLD: tl.constexpr):
+def _now(TARGET: tl.constexpr):
+    """Ticks of a clock that all multiprocessors share: nanoseconds on CUDA, hundredths of microseconds on AMD."""
+    if TARGET == "cuda":
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _in_vain(
+    word, expected: tl.constexpr, wanted: tl.constexpr, limit, SEM: tl.constexpr, TARGET: tl.constexpr
+):
+    """Set a word from `expected` to `wanted` once it is `expected`; true where `limit` ticks passed without it."""
+    waited = tl.zeros([], tl.int64)
+    began = waited
+    if TARGET != "":
+        began = _now(TARGET)
+    found = tl.atomic_cas(word, expected, wanted, sem=SEM, scope="sys")
+    while (found != expected) & (waited < limit):
+        if TARGET != "":
+            waited = _now(TARGET) - began
+        else:
+            waited += 1
+        found = tl.atomic_cas(word, expected, wanted, sem=SEM, scope="sys")
+    return found != expected
+
+
+@triton.jit
+def _meet(flags, missing, rank, phase, limit, WORLD: tl.constexpr, TARGET: tl.constexpr):
     """Tell the counterparts that this program is here, then wait for them; what they wrote before is visible after."""
+    if TARGET == "hip":
+        tl.inline_asm_elementwise(
+            "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v", [], tl.int32, is_pure=False, pack=1
+        )
     tl.debug_barrier()
     row = (phase * tl.num_programs(0) + tl.program_id(0)) * WORLD
     for other in tl.static_range(WORLD):
-        tries = 0
         word = _table(flags, other) + row + rank
-        while (tl.atomic_cas(word, 0, 1, sem="release", scope="sys") != 0) & (tries < limit):
-            tries += 1
-        if tries >= limit:
+        if _in_vain(word, 0, 1, limit, "release", TARGET):
             tl.store(missing, other + 1)
     for other in tl.static_range(WORLD):
-        tries = 0
         word = _table(flags, rank) + row + other
-        while (tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys") != 1) & (tries < limit):
-            tries += 1
-        if tries >= limit:
+        if _in_vain(word, 1, 0, limit, "acquire", TARGET):
             tl.store(missing, other + 1)
     tl.debug_barrier()
 
@@ -88,6 +123,7 @@ def _sum_of_ranks(
 def reduce_scatter_kernel(
     x, out, staging, flags, state, missing, rank, share, half_bytes, limit,
     WORLD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+    TARGET: tl.constexpr,
 ):  # fmt: skip
     """x [WORLD * share] -> out [share]: this rank's share of the tree over ranks.
 
@@ -102,7 +138,7 @@ def reduce_scatter_kernel(
                 at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
                 piece = destination * tl.cast(share, tl.int64) + at
                 tl.store(mine + piece, tl.load(x + piece, mask=at < share), mask=at < share)
-    _meet(flags, missing, rank, 0, limit, WORLD)
+    _meet(flags, missing, rank, 0, limit, WORLD, TARGET)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < share
@@ -116,7 +152,7 @@ def reduce_scatter_kernel(
 def all_reduce_kernel(
     x, out, staging, flags, state, missing, rank, count, half_bytes, limit,
     WORLD: tl.constexpr, LEVELS: tl.constexpr, DTYPE: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
-    SHARED: tl.constexpr,
+    TARGET: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """x [count] -> out [count]: the tree over ranks, on every rank.
 
@@ -129,7 +165,7 @@ def all_reduce_kernel(
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(x + at, mask=at < count), mask=at < count)
-    _meet(flags, missing, rank, 0, limit, WORLD)
+    _meet(flags, missing, rank, 0, limit, WORLD, TARGET)
     if SHARED:
         # Blocks of one program are shared out in turn; adding over its own staging needs no other rank's leave, for
         # nobody else reads this block of it before the second meeting.
@@ -143,7 +179,7 @@ def all_reduce_kernel(
                 )
                 tl.store(mine + at, total, mask=inside)
             number += 1
-        _meet(flags, missing, rank, 1, limit, WORLD)
+        _meet(flags, missing, rank, 1, limit, WORLD, TARGET)
         number = 0
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -162,7 +198,7 @@ def all_reduce_kernel(
 @triton.jit(do_not_specialize=["rank", "count", "half_bytes", "limit"])
 def all_gather_kernel(
     x, out, staging, flags, state, missing, rank, count, half_bytes, limit,
-    WORLD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
     """x [count] -> out [WORLD * count], in rank order. Bytes: DTYPE is an integer type."""
     turn = tl.load(state)
@@ -171,7 +207,7 @@ def all_gather_kernel(
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(x + at, mask=at < count), mask=at < count)
-    _meet(flags, missing, rank, 0, limit, WORLD)
+    _meet(flags, missing, rank, 0, limit, WORLD, TARGET)
     for source in tl.static_range(WORLD):
         theirs = _half(staging, source, turn, half_bytes, DTYPE)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.collectives.buffers import CollectiveError as CollectiveError
 from te_overrides.kernels.collectives.buffers import copied, require_apart, require_out
@@ -29,10 +30,6 @@ from te_overrides.kernels.tree.reference import balanced_tree
 
 SUM_WORLDS = tuple(1 << level for level in range(13))
 """World sizes of sums: a rank's share must be a whole subtree. Movement takes any size."""
-
-
-SHARED_FROM = 256 << 10
-"""Bytes from which ranks share the additions of an all-reduce, over more than two ranks; no matter for a bit."""
 
 
 def check_sum_world(size: int) -> None:
@@ -99,7 +96,16 @@ def start_all_reduce(
         return _over_one_rank([x], [out])
     assert group is not None
     require_agreement(_described("all_reduce", [x], wide), group, x.device)
-    if size > 2 and x.numel() * x.element_size() >= SHARED_FROM:
+    transport = selection.transport_of("all_reduce", x, x.numel() * x.element_size(), group)
+    if transport == "peers":
+        from te_overrides.kernels.collectives.peer import start_all_reduce_by_peers
+
+        return start_all_reduce_by_peers(x, *selection.peers_of(group), wide=wide, out=out)
+    if transport == "nodes":
+        from te_overrides.kernels.collectives.nodes import start_all_reduce_over_nodes
+
+        return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), wide=wide, out=out)
+    if transport == "shares":
         return _start_by_shares(x, group, wide, out)
     moving = start_all_gather(x, group)
     return Sum(lambda: [_tree(moving.wait(), wide, out)])
@@ -165,6 +171,18 @@ def start_reduce_scatter_many(
         return _over_one_rank(tensors, given)
     assert group is not None
     require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
+    sizes = [x.numel() * x.element_size() for x in tensors]
+    transport = selection.transport_of("reduce_scatter", tensors[0], sum(sizes), group)
+    if transport == "peers":
+        from te_overrides.kernels.collectives.peer import start_reduce_scatter_by_peers
+
+        return start_reduce_scatter_by_peers(tensors, *selection.peers_of(group), wide=wide, outs=given)
+    if transport == "nodes":
+        from te_overrides.kernels.collectives.nodes import start_reduce_scatter_over_nodes
+
+        return start_reduce_scatter_over_nodes(
+            tensors, selection.nodes_of_group(group), wide=wide, outs=given
+        )
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
     shares = [as_bytes(x).view(size, x.numel() * x.element_size() // size) for x in tensors]
     moving = start_all_to_all(list(torch.cat(shares, dim=1)), group)

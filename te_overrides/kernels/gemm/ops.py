@@ -30,8 +30,8 @@ def _on_gpu(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
     """
     if a.dtype != b.dtype:
         raise LaneError(
-            f"a product of {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}: both must have one dtype. Convert "
-            "one of them explicitly."
+            f"a product of {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}: both must have one dtype. "
+            "Convert one of them explicitly."
         )
     return on_gpu("matrix product", a=a, b=b, out=out)
 

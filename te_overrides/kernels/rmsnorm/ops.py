@@ -1,8 +1,8 @@
 """RMSNorm, add and RMSNorm, and their gradients: the references on a CPU, kernels of the same bits on a GPU.
 
 Arguments, results and errors are those of `reference.py` and `add.py`. What the kernels do not cover (rows of more than
-32,768 columns, dtypes other than bf16, fp16 and float32) they refuse by name; nothing falls back. Operands on several devices are a
-DeviceError, gradients of another dtype than their rows a DtypeError. The weight has a dtype of its own.
+32,768 columns, dtypes other than bf16, fp16 and float32) they refuse by name; nothing falls back. Operands on several
+devices are a DeviceError, gradients of another dtype than their rows a DtypeError. The weight has a dtype of its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+"""The table of transports: who serves which sum, and what is refused before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_overrides.kernels.collectives import selection
+
+CAP = selection.PEER_CAP
+
+
+@pytest.mark.parametrize(
+    ("setting", "operation", "ranks", "size", "transport"),
+    [
+        ("group", "all_reduce", 8, (256 << 10) - 1, "gather"),
+        ("group", "all_reduce", 8, 256 << 10, "shares"),
+        ("group", "all_reduce", 2, 1 << 30, "gather"),
+        ("group", "reduce_scatter", 4, 0, "all_to_all"),
+        ("nodes", "all_reduce", 4, 1, "nodes"),
+        ("nodes", "reduce_scatter", 2, 1, "all_to_all"),
+        ("peers", "all_reduce", 8, CAP, "peers"),
+        ("peers", "all_reduce", 8, CAP + 1, "shares"),
+        ("peers", "reduce_scatter", 2, CAP + 1, "all_to_all"),
+    ],
+)
+def test_the_first_entry_that_fits_serves(
+    setting: str, operation: str, ranks: int, size: int, transport: str
+) -> None:
+    assert selection.look_up(setting, operation, ranks, size) == transport
+
+
+def test_what_was_never_measured_is_never_the_default() -> None:
+    assert not {row.transport for row in selection.TABLE if row.setting == "group"} & {"nodes", "peers"}
+    assert {row.setting for row in selection.TABLE} == set(selection.SETTINGS)
+    with pytest.raises(selection.SelectionError, match="no entry for all_gather"):
+        selection.look_up("group", "all_gather", 4, 1)
+
+
+def test_a_setting_that_means_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(selection.VARIABLE, raising=False)
+    assert selection.setting_from_environment() == "group"
+    monkeypatch.setenv(selection.VARIABLE, "nccl")
+    with pytest.raises(selection.SelectionError, match="'nccl': it is one of group, nodes, peers"):
+        selection.setting_from_environment()
+
+
+@pytest.mark.parametrize("setting", ["nodes", "peers"])
+def test_a_captured_graph_is_refused_by_name(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setenv(selection.VARIABLE, setting)
+    monkeypatch.setattr(selection.dist, "get_world_size", lambda _: 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x: Any = OnGpu()
+    group: Any = object()
+    with pytest.raises(selection.SelectionError, match=f"by {setting} was about to be captured"):
+        selection.transport_of("all_reduce", x, 8, group)
