@@ -45,5 +45,5 @@ def test_a_device_without_proof_is_refused_by_name() -> None:
         lambda: rope.rope(x, x),
         lambda: granules.sum_granules(x),
     ):
-        with pytest.raises(DeviceError, match="lies on meta"):
+        with pytest.raises(DeviceError, match="the operands lie on meta"):
             call()
