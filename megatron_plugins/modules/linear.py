@@ -179,6 +179,14 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         """What is multiplied with the weight."""
         return input_
 
+    def _multiplied(self, input_: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`_before`, in the weight's dtype where the residual stream is float32 by configuration, as TE's linears do.
+
+        Any other difference of dtypes is refused by the product.
+        """
+        x = self._before(input_)
+        return x.to(weight.dtype) if self.config.fp32_residual_connection else x
+
     @eager_only
     def forward(
         self,
@@ -197,7 +205,7 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
                 "allocates none."
             )
         out = _ColumnParallel.apply(
-            self._before(input_), weight, self.layout, self.gradient_segments, self.two_lane_gradient,
+            self._multiplied(input_, weight), weight, self.layout, self.gradient_segments, self.two_lane_gradient,
             self.config.gradient_accumulation_fusion,
         )  # fmt: skip
         if self.bias is not None and not self.skip_bias_add:
@@ -222,7 +230,7 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         if self.bias is not None:
             raise ValueError(f"{type(self).__name__} has a bias: call it, add the bias, then the activation.")
         out: torch.Tensor = _GatedColumnParallel.apply(
-            self._before(input_), self.weight, self.layout, self.two_lane_gradient,
+            self._multiplied(input_, self.weight), self.weight, self.layout, self.two_lane_gradient,
             self.config.gradient_accumulation_fusion,
         )  # fmt: skip
         return out

@@ -22,8 +22,10 @@ from te_overrides.kernels.eager import eager_only
 BiasDropoutAdd = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
 
-def _branch(x_with_bias: tuple[torch.Tensor, torch.Tensor | None], prob: float) -> torch.Tensor:
-    """The branch with its bias, if any.
+def _branch(
+    x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
+) -> torch.Tensor:
+    """The branch with its bias, if any, in the residual stream's dtype if that is float32 (exact).
 
     Raises:
         NotCoveredError: dropout, or a bias that is not a deterministic linear's.
@@ -32,22 +34,26 @@ def _branch(x_with_bias: tuple[torch.Tensor, torch.Tensor | None], prob: float) 
     if prob:
         raise NotCoveredError(f"dropout probability {prob} reached the residual add; set --hidden-dropout 0.")
     if bias is None:
-        return x
+        return _widened(x, residual)
     layout: ParallelLayout | None = getattr(bias, "deterministic_layout", None)
     if layout is None:
         raise NotCoveredError(
             "a bias without a layout reached the residual add: it does not come from a deterministic row-parallel "
             "linear, so the order of its gradient is unknown. Use the deterministic layer spec for the whole layer."
         )
-    with_bias: torch.Tensor = BiasAdd.apply(x, bias, layout, layout.sequence_parallel)
-    return with_bias
+    return _widened(BiasAdd.apply(x, bias, layout, layout.sequence_parallel), residual)
+
+
+def _widened(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """With ``--fp32-residual-connection`` the branches are of the parameters' dtype, the stream float32."""
+    return x.to(torch.float32) if residual.dtype == torch.float32 else x
 
 
 @eager_only
 def _bias_dropout_add(
     x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
 ) -> torch.Tensor:
-    return torch.add(residual, _branch(x_with_bias, prob))
+    return torch.add(residual, _branch(x_with_bias, residual, prob))
 
 
 def get_deterministic_bias_dropout_add(training: bool, fused: bool, **_: Any) -> BiasDropoutAdd:
@@ -74,7 +80,7 @@ class AddBeforeNorm:
     def _add(
         self, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, prob: float
     ) -> torch.Tensor:
-        x = _branch(x_with_bias, prob)
+        x = _branch(x_with_bias, residual, prob)
         alike = x.shape == residual.shape and x.dtype == residual.dtype
         if not (alike and norm_ahead.can_wait(x) and _weight_is_here(self.norm)):
             return torch.add(residual, x)
