@@ -161,6 +161,8 @@ CASES = [
     Case("a method taken by value inside an import cycle is found by the gate", SETTLE,
          ("GateError", "up.forward: upstream.consumer.Mine.held, upstream.consumer.Mine.step still hold upstream's forward by value", "exit status 1"), never=("WENT ON",),
          upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\n    held = staticmethod(Model.forward)")),
+    Case("upstream's file under a second name is found by the gate", "sys.path.insert(0, 'upstream')\nl = arm(); import upstream.core, core\nfrom patches import gate; gate.settle(l)\nprint('WENT ON', core.merge(1))",
+         ("GateError", "core.py is imported as core too, where nothing of upstream.core is replaced", "exit status 1"), never=("WENT ON",)),
     Case("armed after a failed arming", "import upstream.core\ntry:\n    arm()\nexcept LateActivationError: pass\nprint(patches.armed_mode())", ("None",)),
     Case("armed twice", "a = arm(); b = arm(); import upstream.core as u; print(a is b, u.merge(1))", ("True ('ours', 4)",), never=("('ours', ('ours'",)),
     Case("two modes", "arm('stable'); arm('invariant')", ("ModeError", "'stable'", "'invariant'")),
