@@ -49,6 +49,13 @@ def optional(caught: str) -> str:
 
 
 CYCLE = UPSTREAM + "\nimport upstream.consumer\n"
+PATCHES = """
+import subprocess
+def p(*words):
+    d = subprocess.run([sys.executable, '-m', 'patches', *words], capture_output=True, text=True)
+    print(d.stdout, d.stderr, 'status', d.returncode)
+"""
+
 SETTLE = """
 l = arm()
 import upstream.core, upstream.consumer as c
@@ -236,6 +243,11 @@ CASES = [
     Case("tools still find the source", "arm(); import inspect, upstream.core as u; print(inspect.getsource(u).count('def merge'), u.__loader__.__class__.__name__)", ("1 SourceFileLoader",)),
     Case("arming imports no torch and no upstream", "arm(); print('torch' in sys.modules, 'upstream' in sys.modules)", ("False False",)),
     Case("errors are no ImportErrors", "import patches.errors as e; print([n for n, c in vars(e).items() if isinstance(c, type) and issubclass(c, ImportError)])", ("[]",)),
+    Case("`run` takes a module and its own options", PATCHES + "pathlib.Path('job.py').write_text('import sys, patches; print(sys.argv[1:], patches.armed_mode())')\np('run', '-m', 'job', '--x', '-m')\np('run', '--mode', 'stable', '-mjob', '--mode', '3')",
+         ("['--x', '-m'] invariant", "['--mode', '3'] stable")),
+    Case("`run` without a script, and with one that is not there", PATCHES + "p('run', '-m')\np('run', 'nothing.py')",
+         ("name a script, or -m and a module", "sought the script nothing.py, found nothing in", "status 2"), never=("Traceback", "status 1")),
+    Case("`check` of a tree that is not there is no pass", PATCHES + "p('check', '--tree', 'nowhere')", ("--tree nowhere: no such folder", "status 2")),
     Case("`run` in a mode that does not exist", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
 ]  # fmt: skip
 
