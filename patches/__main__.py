@@ -155,9 +155,12 @@ def _disable(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     mode = args.mode or mode_from_environment() or "invariant"
+    target = args.command[0]
+    if target != "-m" and not Path(target).exists():
+        print(f"sought the script {target}, found nothing in {Path.cwd()}", file=sys.stderr)
+        return 2
     arm(mode)
     sys.argv = args.command
-    target = args.command[0]
     if target == "-m":
         sys.argv = args.command[1:]
         runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
@@ -206,17 +209,36 @@ def _parser() -> argparse.ArgumentParser:
         "run", help="run a script, or `-m module`, armed: python -m patches run train.py …"
     )
     run.add_argument("--mode", choices=MODES)
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT …")
+    run.add_argument("command", nargs="*", metavar="SCRIPT …")
     run.set_defaults(call=_run)
     return parser
+
+
+def _command_of_run(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and those of the command that `run` starts: argparse takes none that begins with an option."""
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    at = 1
+    while at < len(arguments) and arguments[at].startswith("-") and not arguments[at].startswith("-m"):
+        at += 2 if arguments[at] == "--mode" else 1
+    own, command = arguments[:at], arguments[at:]
+    if command and command[0].startswith("-m") and command[0] != "-m":
+        command[:1] = ["-m", command[0].removeprefix("-m")]
+    return own, command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; errors of the patch layer end with their sentence and status 2."""
     parser = _parser()
-    args = parser.parse_args(arguments)
-    if getattr(args, "command", None) == []:
-        parser.error("run: name a script, or -m and a module")
+    own, command = _command_of_run(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args(own)
+    if own[0] == "run":
+        args.command = command
+        if command in ([], ["-m"]):
+            parser.error("run: name a script, or -m and a module")
+    tree = getattr(args, "tree", None)
+    if tree is not None and not tree.is_dir():
+        parser.error(f"--tree {tree}: no such folder")
     try:
         return int(args.call(args))
     except OverrideError as error:

@@ -29,10 +29,12 @@ def settle(ledger: Ledger) -> None:
 
     Raises:
         GateError: a target is refused, was replaced by somebody else afterwards, was imported around the finder, or its
-            original is still held by value somewhere. All findings in one message.
+            original is still held by value somewhere, or its file was executed under a second name. All findings in one
+            message.
     """
     findings: list[str] = []
     kept = aliases(ledger)
+    findings += second_copies(ledger)
     for id, entry in ledger.entries.items():
         target, trigger = entry.override.target, entry.override.trigger
         module = sys.modules.get(target.module)
@@ -118,6 +120,31 @@ def aliases(ledger: Ledger) -> dict[str, list[str]]:
                     (f"{value.__module__}.{value.__qualname__}", type.__getattribute__(value, "__dict__"))
                 )
     return {name: sorted(places) for name, places in found.items()}
+
+
+def second_copies(ledger: Ledger) -> list[str]:
+    """Modules that executed the file of a module with a target under another name, in words.
+
+    A folder inside a package on sys.path (``core.tensor_parallel`` for ``megatron.core.tensor_parallel``), or a loader
+    by path, makes a second module with upstream's functions, which no finder is asked for by the target's name.
+    """
+    names = {e.override.target.module for e in ledger.entries.values()}
+    ends = {
+        name.replace(".", os.sep) + end: name for name in names for end in (".py", f"{os.sep}__init__.py")
+    }
+    found: list[str] = []
+    for name, module in list(sys.modules.items()):
+        # By the dictionary: asking a lazy module for a name imports what it stands for.
+        namespace = getattr(module, "__dict__", {})
+        file = namespace.get("__file__") if isinstance(namespace, dict) else None
+        if not isinstance(file, str) or name in names:
+            continue
+        for end, target in ends.items():
+            if "." in target and file.endswith(os.sep + end) and namespace.get("__name__") != target:
+                found.append(
+                    f"{file} is imported as {name} too, where nothing of {target} is replaced; import it by that name"
+                )
+    return found
 
 
 def write(ledger: Ledger, paths: Sequence[Path], **facts: Any) -> None:

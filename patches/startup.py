@@ -13,13 +13,18 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FLAG = "--deterministic-rocm"
+MODES = ("stable", "invariant")
+"""Those of `patches.override`, which may not be imported yet."""
 
 
 def mode_from_command_line(arguments: list[str]) -> str | None:
-    """The mode of ``--deterministic-rocm[=mode]`` on a command line; bare means invariant; None without the flag."""
-    for argument in arguments:
+    """The mode of ``--deterministic-rocm[=mode]`` on a command line; bare means invariant; None without the flag.
+
+    Megatron's parser also takes the mode as the next word; any other word there is none of ours.
+    """
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if argument == FLAG:
-            return "invariant"
+            return following if following in MODES else "invariant"
         if argument.startswith(FLAG + "="):
             return argument.partition("=")[2]
     return None

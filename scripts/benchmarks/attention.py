@@ -22,6 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_plugins.verify.outputs import output_file
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
 
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300.0, help="time that all cells may take together")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the result, and .md and .png beside it"
+        "--json", type=output_file, metavar="FILE", help="write the result, and .md and .png beside it"
     )
 
 

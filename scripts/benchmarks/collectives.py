@@ -17,6 +17,7 @@ from ffn import Budgets, command, show
 from rich.console import Console
 
 from megatron_plugins.verify import pool as ranks
+from megatron_plugins.verify.outputs import output_file
 from megatron_plugins.verify.progress import Progress
 
 OPERATIONS = ("reduce_scatter", "all_reduce", "all_gather")
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--path-budget-seconds", type=float, default=60.0, help="for all sizes of an operation"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for scripts/report.py")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for scripts/report.py")
 
 
 def run(args: argparse.Namespace) -> int:

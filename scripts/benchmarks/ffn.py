@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify import pool as ranks
+from megatron_plugins.verify.outputs import output_file
 from megatron_plugins.verify.progress import Progress
 
 ROWS = (1, 8, 32, 512, 2048, 4096, 8192)
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="M")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--path-budget-seconds", type=float, default=120.0, help="for all cells of a path")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for scripts/report.py")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="for scripts/report.py")
 
 
 def plan(rows: list[int]) -> list[tuple[int, int, bool]]:

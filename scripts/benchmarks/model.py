@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_plugins.verify.model.plan import SHAPES, Shape  # noqa: E402
+from megatron_plugins.verify.outputs import output_file  # noqa: E402
 
 SIDES = {
     "upstream": "Megatron, local spec",
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="time that all cells may take together")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
 
 
 def flops(shape: Shape) -> float:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from bits import assert_equal_bits
 from procs import run_ranks
 from te_overrides.kernels import accounting
+from te_overrides.kernels.collectives import agreement, selection
 from te_overrides.kernels.collectives import reference as sums
-from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import DisagreementError
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.tree.reference import balanced_tree
@@ -176,6 +176,15 @@ def test_buffers_in_which_sums_would_overwrite_each_other_are_refused(
         sums.reduce_scatter(torch.tensor(1.0), group)
 
 
+def _with_setting(setting: str | None, x: torch.Tensor, group: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if setting is None:
+            patch.delenv(selection.VARIABLE, raising=False)
+        else:
+            patch.setenv(selection.VARIABLE, setting)
+        sums.all_reduce(x, group)
+
+
 def _disagree(rank: int, world: int) -> str:
     group = dist.group.WORLD
     sums.all_reduce(torch.ones(4), group)
@@ -185,10 +194,22 @@ def _disagree(rank: int, world: int) -> str:
         lambda: sums.all_reduce(torch.ones(7, dtype=torch.float16 if rank == 1 else torch.bfloat16), group),
         lambda: (sums.reduce_scatter if rank else sums.all_reduce)(torch.ones(8), group),
         lambda: sums.all_reduce(torch.ones(9), group, wide=rank == 3),
+        # Different transports would wait for each other.
+        lambda: _with_setting("nodes" if rank == 2 else None, torch.ones(10), group),
+        lambda: _with_setting("rccl" if rank == 1 else "group", torch.ones(11), group),
+        # Longer than a line, and different where it is cut.
+        lambda: sums.reduce_scatter_many([torch.ones(4)] * 60 + [torch.ones(8 if rank == 3 else 4)], group),
     ):
         with pytest.raises(DisagreementError) as error:
             odd()
         found.append(str(error.value))
+    # A destroyed group takes what it agreed on with it: the next one may get its name and its id on some ranks.
+    before = len(agreement._agreed)
+    short = dist.new_group(list(range(world)))
+    agreement.require_agreement("a line", short, torch.device("cpu"))
+    dist.destroy_process_group(short)
+    del short
+    assert len(agreement._agreed) == before
     # Nothing is left behind: the next sum is right.
     assert_equal_bits(sums.all_reduce(torch.ones(4), group), torch.full((4,), 4.0), "after a disagreement")
     return " | ".join(found)
@@ -204,6 +225,9 @@ def test_ranks_that_mean_different_sums_all_say_so() -> None:
         "rank 0 all_reduce of float32 (8,)",
         "reduce_scatter of float32 (8,)",
         "added in float32",
+        "rank 1 all_reduce of float32 (10,); rank 2 all_reduce with DETERMINISTIC_ROCM_COLLECTIVES=nodes of",
+        "rank 1 all_reduce with DETERMINISTIC_ROCM_COLLECTIVES=rccl of float32 (11,)",
+        "… [",
     ):
         assert words in reports[0], reports[0]
 

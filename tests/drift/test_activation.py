@@ -49,10 +49,11 @@ def call(python: str, *arguments: str, cwd: Path | None = None, **environment: s
         ([], {}, "None"),
         (["--deterministic-rocm"], {}, "invariant"),
         (["--lr", "1", "--deterministic-rocm=stable"], {}, "stable"),
+        (["--deterministic-rocm", "stable", "--lr", "1"], {}, "stable"),
         ([], {"DETERMINISTIC_ROCM": "stable"}, "stable"),
         (["--deterministic-rocm"], {"DETERMINISTIC_ROCM": "invariant"}, "invariant"),
     ],
-    ids=["off", "bare flag", "flag with mode", "variable", "both"],
+    ids=["off", "bare flag", "flag with mode", "mode as a word", "variable", "both"],
 )
 def test_the_flag_and_the_variable_arm_any_command_line(
     python: str, tmp_path: Path, arguments: list[str], environment: dict[str, str], mode: str

@@ -49,6 +49,13 @@ def optional(caught: str) -> str:
 
 
 CYCLE = UPSTREAM + "\nimport upstream.consumer\n"
+PATCHES = """
+import subprocess
+def p(*words):
+    d = subprocess.run([sys.executable, '-m', 'patches', *words], capture_output=True, text=True)
+    print(d.stdout, d.stderr, 'status', d.returncode)
+"""
+
 SETTLE = """
 l = arm()
 import upstream.core, upstream.consumer as c
@@ -161,6 +168,8 @@ CASES = [
     Case("a method taken by value inside an import cycle is found by the gate", SETTLE,
          ("GateError", "up.forward: upstream.consumer.Mine.held, upstream.consumer.Mine.step still hold upstream's forward by value", "exit status 1"), never=("WENT ON",),
          upstream=CYCLE, spoil=consumer("from upstream.core import Model\nclass Mine(Model):\n    step = Model.forward\n    held = staticmethod(Model.forward)")),
+    Case("upstream's file under a second name is found by the gate", "sys.path.insert(0, 'upstream')\nl = arm(); import upstream.core, core\nfrom patches import gate; gate.settle(l)\nprint('WENT ON', core.merge(1))",
+         ("GateError", "core.py is imported as core too, where nothing of upstream.core is replaced", "exit status 1"), never=("WENT ON",)),
     Case("armed after a failed arming", "import upstream.core\ntry:\n    arm()\nexcept LateActivationError: pass\nprint(patches.armed_mode())", ("None",)),
     Case("armed twice", "a = arm(); b = arm(); import upstream.core as u; print(a is b, u.merge(1))", ("True ('ours', 4)",), never=("('ours', ('ours'",)),
     Case("two modes", "arm('stable'); arm('invariant')", ("ModeError", "'stable'", "'invariant'")),
@@ -234,6 +243,11 @@ CASES = [
     Case("tools still find the source", "arm(); import inspect, upstream.core as u; print(inspect.getsource(u).count('def merge'), u.__loader__.__class__.__name__)", ("1 SourceFileLoader",)),
     Case("arming imports no torch and no upstream", "arm(); print('torch' in sys.modules, 'upstream' in sys.modules)", ("False False",)),
     Case("errors are no ImportErrors", "import patches.errors as e; print([n for n, c in vars(e).items() if isinstance(c, type) and issubclass(c, ImportError)])", ("[]",)),
+    Case("`run` takes a module and its own options", PATCHES + "pathlib.Path('job.py').write_text('import sys, patches; print(sys.argv[1:], patches.armed_mode())')\np('run', '-m', 'job', '--x', '-m')\np('run', '--mode', 'stable', '-mjob', '--mode', '3')",
+         ("['--x', '-m'] invariant", "['--mode', '3'] stable")),
+    Case("`run` without a script, and with one that is not there", PATCHES + "p('run', '-m')\np('run', 'nothing.py')",
+         ("name a script, or -m and a module", "sought the script nothing.py, found nothing in", "status 2"), never=("Traceback", "status 1")),
+    Case("`check` of a tree that is not there is no pass", PATCHES + "p('check', '--tree', 'nowhere')", ("--tree nowhere: no such folder", "status 2")),
     Case("`run` in a mode that does not exist", "import subprocess\nprint(subprocess.run([sys.executable, '-m', 'patches', 'run', '--mode', 'fast', 'x.py'], capture_output=True, text=True).stderr)", ("invalid choice: 'fast'",)),
 ]  # fmt: skip
 

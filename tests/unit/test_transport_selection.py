@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -59,3 +60,18 @@ def test_a_captured_graph_is_refused_by_name(setting: str, monkeypatch: pytest.M
     group: Any = object()
     with pytest.raises(selection.SelectionError, match=f"by {setting} was about to be captured"):
         selection.transport_of("all_reduce", x, 8, group)
+
+
+def test_ranks_that_share_memory_wait_as_long_as_their_group() -> None:
+    pytest.importorskip("triton")
+    from te_overrides.kernels.collectives import peer
+
+    alone, minutes = torch.distributed.HashStore(), timedelta(minutes=7)
+    torch.distributed.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=minutes)
+    try:
+        world: Any = torch.distributed.group.WORLD
+        assert peer.patience_of(world) == 420.0
+        without_gpu: Any = torch.distributed.new_group([0], backend="cpu:gloo")
+        assert peer.patience_of(without_gpu) == peer.PATIENCE == 300.0
+    finally:
+        torch.distributed.destroy_process_group()

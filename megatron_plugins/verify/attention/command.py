@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify.attention.plan import RESULTS, ROWS, SHAPES, selected
+from megatron_plugins.verify.outputs import output_folder
 from megatron_plugins.verify.progress import Progress
 
 SCHEMA = "deterministic-rocm/verify-attention/1"
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, metavar="N", help=f"another number than the shape's {name}"
         )
     parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder of verify-attention.json and .png"
+        "--out", type=output_folder, default="out", help="folder of verify-attention.json and .png"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from megatron_plugins.verify import pool as ranks
 from megatron_plugins.verify.ffn import plan
+from megatron_plugins.verify.outputs import output_file
 from megatron_plugins.verify.progress import Progress
 
 RANK = "megatron_plugins.verify.ffn.rank"
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU, else cpu"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
     parser.add_argument("--full", action="store_true", help="4096 and 12288 on a CPU too; takes hours there")
     parser.add_argument(
         "--hidden", type=int, help=f"default {plan.FULL[0]} on a GPU, {plan.SMALL[0]} on a CPU"

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from megatron_plugins.verify.model import report as reporting
 from megatron_plugins.verify.model.plan import DEFAULT_SHAPE, ROWS, SHAPES, Row, Shape, selected, why_not
+from megatron_plugins.verify.outputs import output_file_or_stdout, output_folder
 from megatron_plugins.verify.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="unpacked TransformerEngine wheel: on a CPU its ring is upstream's figure under context parallelism",
     )  # fmt: skip
     parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder of verify-model.json, .md and .png"
+        "--out", type=output_folder, default="out", help="folder of verify-model.json, .md and .png"
     )
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE",
+        "--json", nargs="?", const="-", metavar="FILE", type=output_file_or_stdout,
         help="write the report as JSON there as well; without a file: to standard output, the table to standard error",
     )  # fmt: skip
 

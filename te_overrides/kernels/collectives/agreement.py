@@ -8,16 +8,20 @@ sum while another starts a new one, are caught by the group's own timeout.
 
 from __future__ import annotations
 
+import hashlib
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
 WIDTH = 512
-"""Bytes of a line, filled up with zeros."""
+"""Bytes of a line, filled up with zeros. Of a longer one the beginning travels, and a hash of all of it."""
 
 REMEMBERED = 4096
 """Lines a group remembers. All are forgotten at once when there are more, which every rank does at the same line."""
 
-_agreed: dict[str, set[str]] = {}
+# By the group itself: one that is made after another was destroyed may get its name, and even its id, on some ranks.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 class DisagreementError(ValueError):
@@ -28,16 +32,19 @@ def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device)
     """Exchange `line` unless this group has agreed on it before.
 
     Args:
-        line: operation, dtypes and shapes; at most `WIDTH` bytes are compared.
+        line: operation, dtypes and shapes, and what the environment makes of them.
         device: where the group's backend can move bytes.
 
     Raises:
         DisagreementError: on every rank, naming every rank's line.
     """
-    known = _agreed.setdefault(f"{id(group)} {group.group_name}", set())
+    known = _agreed.setdefault(group, set())
     if line in known:
         return
-    text = line.encode()[:WIDTH]
+    text = line.encode()
+    if len(text) > WIDTH:
+        mark = f" … [{hashlib.blake2b(text, digest_size=8).hexdigest()}]".encode()
+        text = text[: WIDTH - len(mark)] + mark
     mine = torch.tensor(list(text.ljust(WIDTH, b"\0")), dtype=torch.uint8, device=device)
     lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lines, mine, group=group)
@@ -46,7 +53,7 @@ def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device)
         listed = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(said))
         raise DisagreementError(
             f"the ranks of a group are about to do different things: {listed}. Every rank must call the same "
-            "operation with the same shapes and dtypes, in the same order."
+            "operation with the same shapes, dtypes and settings of the environment, in the same order."
         )
     if len(known) >= REMEMBERED:
         known.clear()

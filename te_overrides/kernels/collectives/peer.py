@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ WORLDS = (2, 4, 8)
 """Numbers of ranks that the kernels are built for; one list for the declaration, the launches and the tests."""
 MOST_PROGRAMS = 64
 PATIENCE = 300.0
-"""Seconds after which a rank that has not come counts as missing."""
+"""Seconds after which a rank that has not come counts as missing, where the group's own timeout cannot be read."""
 TICKS = {"cuda": 1_000_000_000, "hip": 100_000_000, "": 1000}
 """Ticks of a second on the kernels' clock; in Triton's interpreter, which has none, attempts."""
 SMALL = 64 << 10
@@ -45,7 +46,7 @@ class Workspace:
             `flag_words(world)` int32 that begin at 0.
         state: [2] int32 on the device, zeros at first: whose turn it is, programs that ended.
         missing: [1] int32 that kernel and host both reach, 0 while nobody is missing.
-        patience: see `PATIENCE`.
+        patience: seconds after which a rank that has not come counts as missing; see `patience_of`.
     """
 
     rank: int
@@ -69,6 +70,18 @@ class Workspace:
                 f"{self.patience:g} s: it died, or it makes other calls. What the collective returned is not to "
                 "be used. End the job; the ranks' own errors say why."
             )
+
+
+def patience_of(group: dist.ProcessGroup) -> float:
+    """Seconds of the group's own timeout (`timeout=` of `init_process_group` and `new_group`), else `PATIENCE`.
+
+    It is an option of the backend that serves the GPU; no version of torch offers it on the group.
+    """
+    gpu = torch.device("cuda")
+    backend = group._get_backend(gpu) if gpu in group._device_types else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    return seconds if seconds > 0 else PATIENCE
 
 
 def flag_words(world: int) -> int:
@@ -249,6 +262,7 @@ class SymmetricWorkspace:
         self._space = Workspace(
             rank, world, half_bytes, addresses, addresses + 2 * half_bytes,
             torch.zeros(2, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32).pin_memory(),
+            patience_of(self.group),
         )  # fmt: skip
 
     def close(self) -> None:

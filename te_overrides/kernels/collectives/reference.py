@@ -75,7 +75,11 @@ def _tree(terms: Sequence[torch.Tensor], wide: bool, out: torch.Tensor | None) -
 
 def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> str:
     shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
-    return f"{operation} of {shapes}" + (", added in float32" if wide else "")
+    # First what a long list of shapes must not push out of the line. The setting as it stands: a value that means
+    # nothing is refused after the ranks have agreed on it.
+    setting = selection.said()
+    how = "" if setting == selection.SETTINGS[0] else f" with {selection.VARIABLE}={setting}"
+    return f"{operation}{how}{' added in float32' if wide else ''} of {shapes}"
 
 
 def _over_one_rank(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None]) -> Sum:
@@ -140,7 +144,7 @@ def all_reduce(
 
     Raises:
         CollectiveError: a world size that is no power of two, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes or operations.
+        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
     """
     return start_all_reduce(x, group, wide=wide, out=out).wait()
 
@@ -236,7 +240,7 @@ def reduce_scatter(
 
     Raises:
         CollectiveError: a world size that is no power of two or does not divide dim 0, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes or operations.
+        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
     """
     return start_reduce_scatter(x, group, wide=wide, out=out).wait()
 

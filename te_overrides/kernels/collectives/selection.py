@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from te_overrides.kernels.collectives.peer import SymmetricWorkspace
 
 VARIABLE = "DETERMINISTIC_ROCM_COLLECTIVES"
-"""Must say the same on every rank."""
+"""Must say the same on every rank; it is part of what ranks agree on before a sum's bytes move."""
 SETTINGS = ("group", "nodes", "peers")
 """What it may say; unset is the first."""
 PEER_CAP = 256 << 20
@@ -82,13 +82,18 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+def said() -> str:
+    """The variable's value as it stands, or the first of `SETTINGS`."""
+    return os.environ.get(VARIABLE, SETTINGS[0])
+
+
 def setting_from_environment() -> str:
     """The variable's value, or the first of `SETTINGS`.
 
     Raises:
         SelectionError: a value that means nothing.
     """
-    value = os.environ.get(VARIABLE, SETTINGS[0])
+    value = said()
     if value not in SETTINGS:
         raise SelectionError(
             f"{VARIABLE}={value!r}: it is one of {', '.join(SETTINGS)}; unset is {SETTINGS[0]}. It must say the same "
@@ -121,14 +126,11 @@ class _Known:
     logged: set[tuple[str, str]] = field(default_factory=set)
 
 
-_known: dict[str, _Known] = {}
+_known: dict[int, _Known] = {}
 
 
 def _of(group: dist.ProcessGroup) -> _Known:
-    key = f"{id(group)} {group.group_name}"
-    if key not in _known:
-        _known[key] = _Known(group)
-    return _known[key]
+    return _known.setdefault(id(group), _Known(group))
 
 
 def host_of_this_rank() -> str:
