@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every check of this repository: ruff, mypy, then the tests. Arguments are passed to pytest:
-#   bash scripts/test.sh                           everything this machine can run, within ten minutes on two cores
+#   bash scripts/test.sh                           everything this machine can run, about a quarter of an hour on two cores
 #   bash scripts/test.sh tests/unit -k rounding    some of it
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

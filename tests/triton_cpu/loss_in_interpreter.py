@@ -1,7 +1,7 @@
 """Runs the kernels of loss and embedding in Triton's interpreter and prints mismatches against the references.
 
 Started by tests as a process of its own with TRITON_INTERPRET=1, which Triton reads when it is imported. With the
-argument `mutant` ranks' lanes arrive in another order; with `fused` it is NVIDIA's path.
+argument `fused` it is NVIDIA's path, with `mutant` that path with ranks' lanes in another order, and no other check.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def referred(
     return [out.detach(), leaf.grad]
 
 
-def losses() -> Counts:
+def widths(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int | None], ...]) -> Counts:
+    """Logits of every dtype and (columns, valid columns); every TP degree for bfloat16 without padding."""
     counts: Counts = {}
-    for dtype, (columns, valid) in itertools.product(DTYPES, ((1024, 1000), (3072, None))):
+    for dtype, (columns, valid) in itertools.product(dtypes, shapes):
         logits = (4 * randn(4, columns)).to(dtype)
         target = torch.randint(0, valid or columns, (4,), generator=_generator)
         target[0] = columns - 1
@@ -91,6 +92,11 @@ def losses() -> Counts:
         for size in (1, 2, 4, 8) if valid is None and dtype == torch.bfloat16 else (2,):
             got = sharded(logits, target, grad, size, valid, negate)
             compare(counts, f"{columns} {valid} {dtype} TP={size}", got, [want[0]] * size + want[1:])
+    return counts
+
+
+def losses() -> Counts:
+    counts = widths(DTYPES, ((1024, 1000), (3072, None)))
     x, target, grad = randn(2, 3, 2048)[:, 1:, :1024], torch.tensor([[5, 6], [7, 8]]), randn(2, 2)
     compare(counts, "slice", sharded(x, target, grad, 1, None, False), referred(x, target, grad, None, False))
     alone = sharded(x[:1, 1:], target[:1, 1:], grad[:1, 1:], 1, None, False)
@@ -176,6 +182,9 @@ if __name__ == "__main__":
         # Lanes in the order 0 2 4 6 1 3 5 7: another bracket.
         joined = kernel._joined
         kernel._joined = lambda pieces: joined(pieces[::2] + pieces[1::2])
+        fuse()
+        print(json.dumps({"losses": widths((torch.bfloat16,), ((3072, None),))}))
+        raise SystemExit
     if "fused" in sys.argv:
         fuse()
         found["exponentials"] = exponentials()
