@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import itertools
 import json
 import math
 import sys
@@ -74,10 +73,10 @@ def referred(
     return [out.detach(), leaf.grad]
 
 
-def widths(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int | None], ...]) -> Counts:
-    """Logits of every dtype and (columns, valid columns); every TP degree for bfloat16 without padding."""
+def widths(cases: tuple[tuple[torch.dtype, int, int | None], ...]) -> Counts:
+    """Logits of (dtype, columns, valid columns); every TP degree for bfloat16 without padding."""
     counts: Counts = {}
-    for dtype, (columns, valid) in itertools.product(dtypes, shapes):
+    for dtype, columns, valid in cases:
         logits = (4 * randn(4, columns)).to(dtype)
         target = torch.randint(0, valid or columns, (4,), generator=_generator)
         target[0] = columns - 1
@@ -96,7 +95,14 @@ def widths(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, int | None]
 
 
 def losses() -> Counts:
-    counts = widths(DTYPES, ((1024, 1000), (3072, None)))
+    counts = widths(
+        (
+            (torch.bfloat16, 3072, None),
+            (torch.bfloat16, 1024, 1000),
+            (torch.float16, 1024, 1000),
+            (torch.float32, 1024, None),
+        )
+    )
     x, target, grad = randn(2, 3, 2048)[:, 1:, :1024], torch.tensor([[5, 6], [7, 8]]), randn(2, 2)
     compare(counts, "slice", sharded(x, target, grad, 1, None, False), referred(x, target, grad, None, False))
     alone = sharded(x[:1, 1:], target[:1, 1:], grad[:1, 1:], 1, None, False)
@@ -183,7 +189,7 @@ if __name__ == "__main__":
         joined = kernel._joined
         kernel._joined = lambda pieces: joined(pieces[::2] + pieces[1::2])
         fuse()
-        print(json.dumps({"losses": widths((torch.bfloat16,), ((3072, None),))}))
+        print(json.dumps({"losses": widths(((torch.bfloat16, 3072, None),))}))
         raise SystemExit
     if "fused" in sys.argv:
         fuse()
