@@ -7,13 +7,12 @@ import torch
 from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.tree.reference import balanced_tree_dim
-from te_overrides.kernels.zigzag.reference import to_canonical
 
 
 def gather_sequence(x: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
     """[B, s] of every context-parallel rank to [B, S] in position order. No gradient."""
     parts = all_gather(x.detach().transpose(0, 1).contiguous(), layout.cp_group)
-    return to_canonical(parts, layout.cp_layout).transpose(0, 1)
+    return layout.canonical(parts).transpose(0, 1)
 
 
 def mean_loss(per_token: torch.Tensor, mask: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
@@ -22,6 +21,8 @@ def mean_loss(per_token: torch.Tensor, mask: torch.Tensor, layout: ParallelLayou
     Args:
         per_token: [B, s] float32, this rank's positions.
         mask: [B, s], 1 for tokens that count.
+        layout: the model's, of a deterministic module; for packed sequences under context parallelism with their
+            boundaries: ``dataclasses.replace(layout, cu_seqlens=…)``.
 
     Returns:
         0-d float32: balanced tree over tokens in canonical order, divided in float64, rounded once. NaN if no token

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from te_overrides.kernels.collectives.transport import group_rank, group_size
 from te_overrides.kernels.gemm.reference import lanes_per_rank
+from te_overrides.kernels.zigzag.reference import length_multiple, to_canonical
 
 CP_LAYOUT = "zigzag"
 """Megatron cuts a sequence over CP ranks in zigzag chunks (megatron.core.utils.get_batch_on_this_cp_rank)."""
@@ -21,12 +24,18 @@ class LayoutMismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Groups of one model. A group of None is a group of one rank."""
+    """Groups of one model, and how tokens lie in them. A group of None is a group of one rank.
+
+    Attributes:
+        cu_seqlens: where the sequences of a packed batch begin and end on the token axis of all context-parallel
+            ranks, padding included (`megatron_plugins/packed_order.py`); None where every batch row is one sequence.
+    """
 
     tp_group: dist.ProcessGroup | None
     cp_group: dist.ProcessGroup | None
     sequence_parallel: bool
     cp_layout: str = CP_LAYOUT
+    cu_seqlens: tuple[int, ...] | None = None
 
     @property
     def tp_size(self) -> int:
@@ -48,6 +57,23 @@ class ParallelLayout:
     def sp_group(self) -> dist.ProcessGroup | None:
         """The group over which the tokens of a context-parallel rank are split further, or None."""
         return self.tp_group if self.sequence_parallel else None
+
+    def canonical(self, parts: Sequence[torch.Tensor], positions: int = 1) -> torch.Tensor:
+        """What the context-parallel ranks hold, in the order of positions along dim 0.
+
+        Args:
+            parts: one tensor a rank, in rank order.
+            positions: how many consecutive positions an entry stands for.
+        """
+        bounds = None if self.cu_seqlens is None else tuple(bound // positions for bound in self.cu_seqlens)
+        return to_canonical(parts, self.cp_layout, cu_seqlens=bounds)
+
+    def chunks(self, positions: int) -> set[int]:
+        """Lengths of the runs of consecutive positions that a context-parallel rank holds of `positions` in all."""
+        whole = positions * self.cp_size
+        bounds = (0, whole) if self.cu_seqlens is None else self.cu_seqlens
+        multiple = length_multiple(self.cp_size, self.cp_layout)
+        return {(stop - start) // multiple for start, stop in itertools.pairwise(bounds)}
 
 
 def _or_none(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -23,14 +23,7 @@ from te_overrides.kernels.collectives.transport import all_gather, group_size, s
 from te_overrides.kernels.embedding.ops import embedding_gradient
 from te_overrides.kernels.gemm.ops import one_lane
 from te_overrides.kernels.granules.ops import granule_partials, sum_granules
-from te_overrides.kernels.granules.reference import check_run
-from te_overrides.kernels.zigzag.reference import to_canonical
-
-
-def _runs(layout: ParallelLayout, positions: int) -> int:
-    """Length of a rank's shortest run of consecutive positions, given the positions it holds under CP."""
-    chunk = positions // 2 if layout.cp_size > 1 and layout.cp_layout == "zigzag" else positions
-    return chunk if not layout.sequence_parallel else min(chunk, positions // layout.tp_size)
+from te_overrides.kernels.granules.reference import GRANULE, check_run
 
 
 def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
@@ -44,8 +37,8 @@ def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout)
         [N, K] float32; rows of other CP ranks are +0.
     """
     pieces, own = exchange_columns(grad, layout.cp_group)
-    all_x = to_canonical(all_gather(x, layout.cp_group), layout.cp_layout)
-    all_grad = to_canonical(pieces, layout.cp_layout)
+    all_x = layout.canonical(all_gather(x, layout.cp_group))
+    all_grad = layout.canonical(pieces)
     rows = one_lane(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t(), torch.float32)
     return owned(rows, own, grad.shape[-1], dim=0)
 
@@ -62,7 +55,9 @@ def check_granules(positions: int, layout: ParallelLayout, *, tokens_over_tp: bo
     """
     whole = positions * (layout.tp_size if tokens_over_tp else 1)
     shared = layout.cp_size > 1 or (tokens_over_tp and layout.tp_size > 1)
-    check_run(_runs(layout, whole), shared, "vector gradient")
+    runs = layout.chunks(whole) | ({whole // layout.tp_size} if layout.sequence_parallel else set())
+    for run in sorted(runs):
+        check_run(run, shared, "vector gradient")
 
 
 def bias_gradient(grad: torch.Tensor, layout: ParallelLayout, *, tokens_over_tp: bool) -> torch.Tensor:
@@ -94,7 +89,7 @@ def vector_gradient(
         start, width = cut.start, cut.stop - cut.start
     if layout.cp_size > 1:
         pieces, cut = exchange_columns(partials, layout.cp_group)
-        partials = to_canonical(pieces, layout.cp_layout)
+        partials = layout.canonical(pieces, GRANULE)
         start, width = start + cut.start, cut.stop - cut.start
     return owned(sum_granules(partials), slice(start, start + width), columns)
 
@@ -113,8 +108,8 @@ def embedding_weight_gradient(
         [rows, C] float32.
     """
     pieces, own = exchange_columns(grad, layout.cp_group)
-    all_grad = to_canonical(pieces, layout.cp_layout)
-    all_ids = to_canonical(all_gather(ids.transpose(0, 1).contiguous(), layout.cp_group), layout.cp_layout)
+    all_grad = layout.canonical(pieces)
+    all_ids = layout.canonical(all_gather(ids.transpose(0, 1).contiguous(), layout.cp_group))
     flat_ids = canonical_tokens(all_ids.unsqueeze(-1)).squeeze(-1) - first_row
     return owned(embedding_gradient(flat_ids, canonical_tokens(all_grad), rows), own, grad.shape[-1])
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_plugins.modules.captured_layers import layers_are_captured
 from megatron_plugins.modules.residual import AddBeforeNorm, get_deterministic_bias_dropout_add
 
 
@@ -50,15 +51,6 @@ def _parts(layer: Any) -> list[_Part]:
     return parts
 
 
-def _layers_are_captured(block: Any) -> bool:
-    config = block.config
-    return (
-        any(hasattr(layer, "cudagraph_manager") for layer in block.layers)
-        or bool(getattr(config, "external_cuda_graph", False))
-        or getattr(config, "cuda_graph_impl", None) == "transformer_engine"
-    )
-
-
 def join_adds_with_norms(block: Any) -> int:
     """Make residual adds of deterministic layers compute the norm behind them as well.
 
@@ -68,7 +60,7 @@ def join_adds_with_norms(block: Any) -> int:
     Returns:
         how many adds were joined.
     """
-    if _layers_are_captured(block):
+    if layers_are_captured(block):
         return 0
     parts = [part for layer in block.layers for part in _parts(layer)]
     final = _norm(getattr(block, "final_layernorm", None), getattr(block, "final_norm", None))

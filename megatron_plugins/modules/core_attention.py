@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_plugins.modules.guard import require_supported
+from megatron_plugins.packed_order import read
 from megatron_plugins.parallel_layout import layout_of
 from patches.errors import NotCoveredError
 from te_overrides.kernels.attention.context_parallel import context_parallel_attention, packed_attention
@@ -30,7 +31,7 @@ class DeterministicCoreAttention(torch.nn.Module):
     """Megatron's core-attention interface on the strict attention kernels.
 
     Raises:
-        NotCoveredError: cross attention, dropout, softmax variants, attention bias, packed sequences under CP.
+        NotCoveredError: cross attention, dropout, softmax variants, attention bias.
     """
 
     def __init__(
@@ -210,20 +211,15 @@ class DeterministicCoreAttention(torch.nn.Module):
             raise NotCoveredError(
                 f"packed_seq_params.qkv_format={packed.qkv_format!r}: packed sequences are laid out as 'thd'."
             )
-        if self.layout.cp_size > 1:
-            raise NotCoveredError(
-                f"packed sequences at context_parallel_size={self.layout.cp_size}: attention would be the same, but "
-                "weight gradients need the order of packed rows over ranks, which linears are not told. Pack at CP=1, "
-                "or pass padded [b, s] batches."
-            )
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        padded = getattr(packed, "cu_seqlens_q_padded", None)
         out, _lse = packed_attention(
             q,
             k,
             v,
-            cu_seqlens=packed.cu_seqlens_q,
-            cu_seqlens_padded=getattr(packed, "cu_seqlens_q_padded", None),
-            cp_group=None,
+            cu_seqlens=read(packed.cu_seqlens_q),
+            cu_seqlens_padded=None if padded is None else read(padded),
+            cp_group=self.layout.cp_group,
             layout=self.layout.cp_layout,
             causal=causal,
             softmax_scale=self.softmax_scale,

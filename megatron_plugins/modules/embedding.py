@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
 from megatron_plugins.collectives.ownership import embedding_weight_gradient, gather_tokens, sum_over_tp
 from megatron_plugins.modules.gradient_accumulation import deliver
+from megatron_plugins.packed_order import of_batch
 from megatron_plugins.parallel_layout import ParallelLayout
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.embedding.ops import lookup
@@ -48,5 +49,6 @@ class DeterministicVocabParallelEmbedding(VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """input_ [B, s] token ids -> [B, s, C], or [s / TP, B, C] with ``reduce_scatter_embeddings``."""
         scatter = bool(self.reduce_scatter_embeddings)
-        out: torch.Tensor = _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, self.layout)
+        layout = of_batch(self.layout)
+        out: torch.Tensor = _Lookup.apply(input_, self.weight, self.vocab_start_index, scatter, layout)
         return out

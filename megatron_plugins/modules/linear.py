@@ -23,6 +23,7 @@ from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.input_gradient import start_input_gradient
 from megatron_plugins.modules.norm import DeterministicRMSNorm, normalize
 from megatron_plugins.modules.norm_functions import NormTerms
+from megatron_plugins.packed_order import of_batch
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.eager import eager_only
@@ -205,11 +206,11 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
                 "allocates none."
             )
         out = _ColumnParallel.apply(
-            self._multiplied(input_, weight), weight, self.layout, self.gradient_segments, self.two_lane_gradient,
-            self.config.gradient_accumulation_fusion,
+            self._multiplied(input_, weight), weight, of_batch(self.layout), self.gradient_segments,
+            self.two_lane_gradient, self.config.gradient_accumulation_fusion,
         )  # fmt: skip
         if self.bias is not None and not self.skip_bias_add:
-            out = BiasAdd.apply(out, self.bias, self.layout, False)
+            out = BiasAdd.apply(out, self.bias, of_batch(self.layout), False)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.layout.tp_size > 1:
             out = _GatherColumns.apply(out, self.layout)
@@ -230,7 +231,7 @@ class DeterministicColumnParallelLinear(ColumnParallelLinear):
         if self.bias is not None:
             raise ValueError(f"{type(self).__name__} has a bias: call it, add the bias, then the activation.")
         out: torch.Tensor = _GatedColumnParallel.apply(
-            self._multiplied(input_, self.weight), self.weight, self.layout, self.two_lane_gradient,
+            self._multiplied(input_, self.weight), self.weight, of_batch(self.layout), self.two_lane_gradient,
             self.config.gradient_accumulation_fusion,
         )  # fmt: skip
         return out
@@ -255,7 +256,8 @@ class DeterministicLayerNormColumnParallelLinear(DeterministicColumnParallelLine
     def norm_terms(self) -> NormTerms:
         """What the norm in front computes with."""
         zero_centered = bool(self.config.layernorm_zero_centered_gamma)
-        return NormTerms(self.layer_norm_weight, self.config.layernorm_epsilon, zero_centered, self.layout)
+        epsilon = self.config.layernorm_epsilon
+        return NormTerms(self.layer_norm_weight, epsilon, zero_centered, of_batch(self.layout))
 
 
 class DeterministicRowParallelLinear(RowParallelLinear):
@@ -276,9 +278,10 @@ class DeterministicRowParallelLinear(RowParallelLinear):
             width = self.input_size_per_partition
             start = self.layout.tp_rank * width
             input_ = _TakeColumns.apply(input_, self.layout, start, width)
-        out = _RowParallel.apply(input_, self.weight, self.layout, self.config.gradient_accumulation_fusion)
+        layout = of_batch(self.layout)
+        out = _RowParallel.apply(input_, self.weight, layout, self.config.gradient_accumulation_fusion)
         if self.bias is not None and not self.skip_bias_add:
-            out = BiasAdd.apply(out, self.bias, self.layout, self.layout.sequence_parallel)
+            out = BiasAdd.apply(out, self.bias, layout, layout.sequence_parallel)
         return out, (self.bias if self.skip_bias_add else None)
 
 

@@ -11,6 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron_plugins.modules.activation import activation_of
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.linear import BiasAdd, DeterministicColumnParallelLinear
+from megatron_plugins.packed_order import of_batch
 from patches.errors import NotCoveredError
 from te_overrides.kernels.eager import eager_only
 from te_overrides.kernels.swiglu.ops import SwiGLU
@@ -54,7 +55,7 @@ class DeterministicMLP(MLP):
             return out, output_bias
         packed, bias = self.linear_fc1(hidden_states)
         if bias is not None:
-            packed = BiasAdd.apply(packed, bias, self.linear_fc1.layout, False)
+            packed = BiasAdd.apply(packed, bias, of_batch(self.linear_fc1.layout), False)
         out, output_bias = self.linear_fc2(self.activation(packed))
         return out, output_bias
 

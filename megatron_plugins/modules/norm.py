@@ -15,6 +15,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_plugins.modules import norm_ahead
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.norm_functions import NormTerms, rms_norm
+from megatron_plugins.packed_order import of_batch
 from megatron_plugins.parallel_layout import layout_of
 from te_overrides.kernels.eager import eager_only
 
@@ -48,7 +49,7 @@ class DeterministicRMSNorm(torch.nn.Module):
 
     def norm_terms(self) -> NormTerms:
         """What this norm computes with."""
-        return NormTerms(self.weight, self.eps, self.zero_centered, self.layout)
+        return NormTerms(self.weight, self.eps, self.zero_centered, of_batch(self.layout))
 
     @eager_only
     def forward(self, x: torch.Tensor) -> torch.Tensor:

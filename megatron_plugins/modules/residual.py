@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_plugins.modules import norm_ahead
 from megatron_plugins.modules.linear import BiasAdd
 from megatron_plugins.modules.norm_functions import add_rms_norm
+from megatron_plugins.packed_order import of_batch
 from megatron_plugins.parallel_layout import ParallelLayout
 from patches.errors import NotCoveredError
 from te_overrides.kernels.eager import eager_only
@@ -41,7 +42,7 @@ def _branch(
             "a bias without a layout reached the residual add: it does not come from a deterministic row-parallel "
             "linear, so the order of its gradient is unknown. Use the deterministic layer spec for the whole layer."
         )
-    return _widened(BiasAdd.apply(x, bias, layout, layout.sequence_parallel), residual)
+    return _widened(BiasAdd.apply(x, bias, of_batch(layout), layout.sequence_parallel), residual)
 
 
 def _widened(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

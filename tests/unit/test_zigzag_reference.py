@@ -58,6 +58,37 @@ def test_packed_sequences_are_cut_one_by_one():
     assert packed_rank_rows([0, 4, 4, 12], 2, 0, "zigzag").tolist() == [0, 3, 4, 5, 10, 11]
     assert packed_rank_rows([0, 4, 4, 12], 2, 1, "zigzag").tolist() == [1, 2, 6, 7, 8, 9]
     assert packed_rank_rows([0, 4, 4, 12], 2, 1, "contiguous").tolist() == [2, 3, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cp_size", DEGREES)
+def test_what_ranks_hold_of_a_pack_comes_back_in_its_order(layout, cp_size):
+    bounds = tuple(2 * cp_size * n for n in (0, 3, 3, 4, 9))
+    x = torch.randn(3, bounds[-1], 5)
+    parts = [x[:, packed_rank_rows(bounds, cp_size, rank, layout)] for rank in range(cp_size)]
+    assert_equal_bits(to_canonical(parts, layout, 1, cu_seqlens=bounds), x, "list")
+    assert_equal_bits(
+        to_canonical(torch.cat(parts, 1), layout, 1, cp_size=cp_size, cu_seqlens=bounds), x, "tensor"
+    )
+    if cp_size > 1:
+        # The order of one sequence is another one: right shapes, wrong answers.
+        assert not torch.equal(to_canonical(parts, layout, 1), x)
+
+
+def test_boundaries_that_are_none_are_refused_by_name():
+    x = [torch.zeros(6), torch.zeros(6)]
+    for bounds, message in [
+        ((0, 8, 4, 12), "sequence 1 of the packed batch starts at 8 and ends at 4; boundaries never descend"),
+        ((4, 12), r"start at 0, found \[4, 12\]"),
+        ((), "n \\+ 1 numbers"),
+        ((0, 4, 8), "boundaries end at 8, but 2 ranks hold 6 rows each, 12 in all.*not divided"),
+        ((0, 6, 12), "sequence 0 of the packed batch, length 6 cannot be laid out"),
+    ]:
+        with pytest.raises(LayoutError, match=message):
+            to_canonical(x, "zigzag", cu_seqlens=bounds)
+        if bounds != (0, 4, 8):
+            with pytest.raises(LayoutError, match=message):
+                packed_rank_rows(bounds, 2, 0, "zigzag")
     assert packed_rank_rows([0, 5, 16, 19], 1, 0, "zigzag").tolist() == list(range(19))
 
 

@@ -173,7 +173,7 @@ class Trainer:
             self.seen["log-probs"].append(log_prob(self.setting.side, logits, self._labels))
 
     def _batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """ids, labels, positions of this rank, each [B, s] (or [1, B * S] packed)."""
+        """ids, labels, positions of this rank, each [B, s] (or [1, B * s] packed)."""
         ids, labels = (part[:, self.positions] for part in (rows[:, :-1], rows[:, 1:]))
         where = self.positions.expand(ids.shape[0], -1)
         if self.packed:
@@ -265,7 +265,7 @@ class Trainer:
         for column, parts in self.seen.items():
             value = torch.stack(parts)
             if self.packed:
-                value = value.view(len(parts), shape.batch, shape.sequence, *value.shape[3:])
+                value = value.view(len(parts), shape.batch, -1, *value.shape[3:])
             if column == "logits":
                 pieces.append(
                     Piece(column, "", (cp, tp), value, lambda w: tokens_of(w.chunk(degree, -1)[tp]))

@@ -53,7 +53,7 @@ from te_overrides.kernels.attention.reference import AttentionError, Mask, check
 from te_overrides.kernels.attention.runs import Run, runs_of_rank
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.eager import eager_only
-from te_overrides.kernels.zigzag.reference import check_length, to_canonical
+from te_overrides.kernels.zigzag.reference import check_packed_rows, to_canonical
 
 
 @eager_only
@@ -135,7 +135,8 @@ def packed_attention(
 
     Raises:
         AttentionError: operands, boundaries or a mask that do not fit together.
-        LayoutError: a sequence that the layout cannot cut evenly; names it and the length to pad it to.
+        LayoutError: a sequence that the layout cannot cut evenly, named with the length to pad it to; other rows than
+            the boundaries tell.
     """
     if not query.dim() == key.dim() == value.dim() == 3:
         raise AttentionError(
@@ -410,6 +411,7 @@ def _packed_sequences(
             f"cu_seqlens names {len(cu_seqlens) - 1} sequences, cu_seqlens_padded {len(padded) - 1}; "
             "they must describe the same ones"
         )
+    check_packed_rows(padded, rows, cp_size, layout)
     sequences, origin = [], 0
     for index in range(len(padded) - 1):
         start, stop = padded[index : index + 2]
@@ -419,17 +421,10 @@ def _packed_sequences(
                 f"sequence {index} of the packed batch has {length} tokens in {stop - start} padded rows; "
                 "cu_seqlens_padded must leave room for every token"
             )
-        check_length(stop - start, cp_size, layout, f"sequence {index} of the packed batch, length")
         held = slice(start // cp_size, stop // cp_size)
         runs = runs_of_rank(
             stop - start, length, cp_size, rank, layout, held.start, start if cp_size == 1 else origin
         )
         sequences.append(_Sequence(held=held, length=length, runs=runs))
         origin += length
-    if padded[-1] != rows * cp_size:
-        raise AttentionError(
-            f"the boundaries end at {padded[-1]}, but {cp_size} ranks hold {rows} rows each, {rows * cp_size} in all; "
-            "boundaries are those of the whole batch (not divided by the context-parallel size), and rows behind the "
-            "last sequence belong to its padding"
-        )
     return sequences

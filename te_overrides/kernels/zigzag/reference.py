@@ -16,6 +16,7 @@ With one rank every layout is the identity and any length is allowed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -113,7 +114,12 @@ def rank_positions(seq_len: int, cp_size: int, rank: int, layout: str) -> Tensor
 
 
 def to_canonical(
-    gathered: Sequence[Tensor] | Tensor, layout: str, dim: int = 0, *, cp_size: int | None = None
+    gathered: Sequence[Tensor] | Tensor,
+    layout: str,
+    dim: int = 0,
+    *,
+    cp_size: int | None = None,
+    cu_seqlens: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Bring what all ranks hold into the order of positions.
 
@@ -123,12 +129,15 @@ def to_canonical(
         layout: "zigzag" or "contiguous".
         dim: the dimension of positions.
         cp_size: number of ranks; required for a concatenated tensor, verified for a sequence.
+        cu_seqlens: boundaries of packed sequences among the entries of all ranks, as `packed_rank_rows` takes them;
+            None is one sequence.
 
     Returns:
         One tensor, contiguous unless a single rank's tensor is returned as it is.
 
     Raises:
-        LayoutError: unknown layout, ranks that do not match `cp_size` or each other, uneven length.
+        LayoutError: unknown layout, ranks that do not match `cp_size` or each other, uneven length, boundaries that
+            end elsewhere than the entries do.
     """
     chunks = chunks_per_rank(layout)
     if isinstance(gathered, Tensor):
@@ -159,6 +168,11 @@ def to_canonical(
                 f"to_canonical: rank {rank} holds {part.shape[dim]} positions, rank 0 holds {length}; "
                 "a layout gives every rank as many"
             )
+    if cu_seqlens is not None:
+        check_packed_rows(cu_seqlens, length, len(parts), layout)
+        return torch.cat(list(parts), dim).index_select(
+            dim, _packed_places(cu_seqlens, len(parts), layout, parts[0].device)
+        )
     check_length(length * len(parts), len(parts), layout)
     if chunks == 1 or length == 0:
         return torch.cat(list(parts), dim)
@@ -184,6 +198,53 @@ def from_canonical(x: Tensor, cp_size: int, rank: int, layout: str, dim: int = 0
     return x if cp_size == 1 else x.index_select(dim, positions.to(x.device))
 
 
+def check_packed(cu_seqlens: Sequence[int], cp_size: int, layout: str) -> None:
+    """Verify boundaries of packed sequences, each of which is laid out over the ranks by itself.
+
+    Args:
+        cu_seqlens: boundaries of the (padded) sequences on the token axis: n + 1 numbers for n sequences.
+
+    Raises:
+        LayoutError: boundaries that do not start at 0 or descend; a sequence whose length the layout cannot cut, named
+            with the length to pad it to.
+    """
+    if not cu_seqlens or cu_seqlens[0] != 0:
+        raise LayoutError(
+            f"boundaries of packed sequences are n + 1 numbers that start at 0, found {list(cu_seqlens[:4])}"
+        )
+    for index, (start, stop) in enumerate(itertools.pairwise(cu_seqlens)):
+        if stop < start:
+            raise LayoutError(
+                f"sequence {index} of the packed batch starts at {start} and ends at {stop}; boundaries never descend"
+            )
+        check_length(stop - start, cp_size, layout, f"sequence {index} of the packed batch, length")
+
+
+def check_packed_rows(cu_seqlens: Sequence[int], rows: int, cp_size: int, layout: str) -> None:
+    """`check_packed`, and that the boundaries end where `rows` rows on each rank do.
+
+    Raises:
+        LayoutError: as `check_packed`; other rows than the boundaries tell.
+    """
+    check_packed(cu_seqlens, cp_size, layout)
+    if cu_seqlens[-1] != rows * cp_size:
+        raise LayoutError(
+            f"the boundaries end at {cu_seqlens[-1]}, but {cp_size} ranks hold {rows} rows each, {rows * cp_size} in "
+            "all; boundaries are those of the whole batch (not divided by the context-parallel size), and rows behind "
+            "the last sequence belong to its padding"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _packed_places(cu_seqlens: tuple[int, ...], cp_size: int, layout: str, device: torch.device) -> Tensor:
+    """Where each row of the packed token axis lies in what the ranks hold, one rank's behind the other's.
+
+    Cached: a copy to the device waits for the stream, and every gradient of a step asks for the same.
+    """
+    held = torch.cat([packed_rank_rows(cu_seqlens, cp_size, rank, layout) for rank in range(cp_size)])
+    return held.argsort().to(device)
+
+
 def packed_rank_rows(cu_seqlens: Sequence[int], cp_size: int, rank: int, layout: str) -> Tensor:
     """Rows of the packed token axis that a rank holds, every sequence cut by itself.
 
@@ -195,11 +256,11 @@ def packed_rank_rows(cu_seqlens: Sequence[int], cp_size: int, rank: int, layout:
         int64 [cu_seqlens[-1] // cp_size] on the CPU, in the order in which the rank holds them.
 
     Raises:
-        LayoutError: a sequence whose length the layout cannot cut; the message names it and the padded length.
-            Cutting the boundaries themselves (`cu_seqlens // cp_size`) would move them into the neighbours.
+        LayoutError: as `check_packed`. Cutting the boundaries themselves (`cu_seqlens // cp_size`) would move them into
+            the neighbours.
     """
+    check_packed(cu_seqlens, cp_size, layout)
     rows = [torch.empty(0, dtype=torch.int64)]
-    for index, (start, stop) in enumerate(itertools.pairwise(cu_seqlens)):
-        check_length(stop - start, cp_size, layout, f"sequence {index} of the packed batch, length")
+    for start, stop in itertools.pairwise(cu_seqlens):
         rows.append(start + rank_positions(stop - start, cp_size, rank, layout))
     return torch.cat(rows)
