@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import runpy
 import sys
@@ -44,6 +45,7 @@ def _check(args: argparse.Namespace) -> int:
             print(words, file=sys.stderr)
     findings = [report.examine(override, lock, args.tree) for override in overrides]
     moved = [finding for finding in findings if finding.moved]
+    nothing = all(finding.verdict == "not installed" for finding in findings)
     if args.json:
         print(json.dumps([
             {"id": f.override.id, "target": str(f.override.target), "verdict": f.verdict, "fingerprint": f.found,
@@ -57,6 +59,15 @@ def _check(args: argparse.Namespace) -> int:
             f"install a release that was reviewed.",
             file=sys.stderr,
         )
+    if nothing:
+        print(
+            f"nothing to check: none of the {len(findings)} modules is installed for {sys.executable}"
+            if args.tree is None
+            else f"nothing to check: none of the {len(findings)} modules lies in {args.tree}; it is the folder that "
+            "holds the packages (site-packages, or the root of a checkout)",
+            file=sys.stderr,
+        )
+        return 2
     return 1 if moved else 0
 
 
@@ -153,6 +164,23 @@ def _disable(args: argparse.Namespace) -> int:
     return 0
 
 
+def _absent_module(name: str) -> str | None:
+    """Why ``-m name`` cannot start, in words; None where it can. Imports its parents, as starting it does."""
+    searched = f"sought the module {name} on this interpreter's path, which begins with {sys.path[0]!r}"
+    try:
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name += ".__main__"
+            spec = importlib.util.find_spec(name)
+            searched += f", and found a package; sought {name} to run it"
+    except ModuleNotFoundError as error:
+        # A parent that is there and lacks a package of its own is none of our finding.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    return f"{searched}; found nothing" if spec is None else None
+
+
 def _run(args: argparse.Namespace) -> int:
     mode = args.mode or mode_from_environment() or "invariant"
     target = args.command[0]
@@ -163,6 +191,9 @@ def _run(args: argparse.Namespace) -> int:
     sys.argv = args.command
     if target == "-m":
         sys.argv = args.command[1:]
+        if (absent := _absent_module(args.command[1])) is not None:
+            print(absent, file=sys.stderr)
+            return 2
         runpy.run_module(args.command[1], run_name="__main__", alter_sys=True)
     else:
         # Python does for a script what it did for `-m`: its folder comes first, unless -P or -I says otherwise.
@@ -181,7 +212,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true")
     status.set_defaults(call=_status)
     check = commands.add_parser(
-        "check", help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not"
+        "check",
+        help="is the installed (or unpacked) upstream what was reviewed? exit 1 if not, 2 if there is none",
     )
     check.add_argument("ids", nargs="*", metavar="ID")
     where = check.add_mutually_exclusive_group()

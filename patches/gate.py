@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from patches import schema
@@ -94,10 +95,14 @@ def aliases(ledger: Ledger) -> dict[str, list[str]]:
     Every module and every class in it, once for all overrides. An original inside a container or a closure is not
     found. The function behind a replaced alias is another package's: it stays where it is, under its other names.
     """
-    originals = {
-        id(e.original): name
-        for name, e in ledger.entries.items()
-        if e.original is not None and e.override.kind != ALIAS
+    replaced = {
+        name: e for name, e in ledger.entries.items() if e.original is not None and e.override.kind != ALIAS
+    }
+    originals = {id(e.original): name for name, e in replaced.items()}
+    # A module may have been imported, taken out of sys.modules, and imported again after arming: what somebody took
+    # from the first copy is another object, but says where it was defined.
+    definitions = {
+        (e.override.target.module, e.override.target.qualname): name for name, e in replaced.items()
     }
     namespaces = [
         (name, namespace)
@@ -112,8 +117,11 @@ def aliases(ledger: Ledger) -> dict[str, list[str]]:
             # By type(): isinstance would ask lazy modules for their class and import what they stand for.
             kind = type(value)
             held = value.__func__ if kind in (staticmethod, classmethod) else value
-            if id(held) in originals:
-                found.setdefault(originals[id(held)], []).append(f"{where}.{key}")
+            owner = originals.get(id(held))
+            if owner is None and type(held) is FunctionType and MARK not in vars(held):
+                owner = definitions.get((held.__module__, held.__qualname__))
+            if owner is not None:
+                found.setdefault(owner, []).append(f"{where}.{key}")
             elif issubclass(kind, type) and id(value) not in classes:
                 classes.add(id(value))
                 namespaces.append(

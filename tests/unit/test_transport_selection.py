@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_overrides.kernels.collectives import selection
+from te_overrides.kernels.collectives import agreement, selection
 
 CAP = selection.PEER_CAP
 
@@ -60,6 +60,20 @@ def test_a_captured_graph_is_refused_by_name(setting: str, monkeypatch: pytest.M
     group: Any = object()
     with pytest.raises(selection.SelectionError, match=f"by {setting} was about to be captured"):
         selection.transport_of("all_reduce", x, 8, group)
+
+
+def test_a_captured_sum_that_was_never_agreed_on_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        pass
+
+    group: Any = Group()
+    agreement._agreed[group] = {"all_reduce of float32 (4,)"}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    agreement.require_agreement("all_reduce of float32 (4,)", group, torch.device("cuda"))
+    with pytest.raises(
+        agreement.CaptureError, match=r"all_reduce of float32 \(8,\)\. Ranks agree on the host"
+    ):
+        agreement.require_agreement("all_reduce of float32 (8,)", group, torch.device("cuda"))
 
 
 def test_ranks_that_share_memory_wait_as_long_as_their_group() -> None:

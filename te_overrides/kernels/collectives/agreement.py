@@ -28,6 +28,10 @@ class DisagreementError(ValueError):
     """Ranks of one group were about to compute different things together."""
 
 
+class CaptureError(RuntimeError):
+    """A graph was about to capture a sum that the ranks have not agreed on yet."""
+
+
 def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """Exchange `line` unless this group has agreed on it before.
 
@@ -37,10 +41,17 @@ def require_agreement(line: str, group: dist.ProcessGroup, device: torch.device)
 
     Raises:
         DisagreementError: on every rank, naming every rank's line.
+        CaptureError: a graph is being captured, which cannot ask.
     """
     known = _agreed.setdefault(group, set())
     if line in known:
         return
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"a sum over ranks that was never agreed on was about to be captured into a graph: {line}. Ranks agree on "
+            "the host, which a graph does not replay. Run what is captured once before the capture, with the same "
+            "shapes, as torch.cuda.make_graphed_callables does."
+        )
     text = line.encode()
     if len(text) > WIDTH:
         mark = f" … [{hashlib.blake2b(text, digest_size=8).hexdigest()}]".encode()
