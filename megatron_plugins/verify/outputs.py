@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def output_folder(text: str) -> Path:
@@ -43,3 +45,20 @@ def output_file(text: str) -> Path:
 def output_file_or_stdout(text: str) -> str:
     """The same where ``-`` stands for standard output."""
     return text if text == "-" else str(output_file(text))
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json [FILE]``, of every check: None without it, ``-`` without a file."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", type=output_file_or_stdout,
+        help="write the report as JSON there as well; without a file: to standard output, the table to standard error",
+    )  # fmt: skip
+
+
+def write_json(asked: str | None, report: dict[str, Any], indent: int = 1) -> None:
+    """Write `report` where ``--json`` asked for it."""
+    text = json.dumps(report, indent=indent)
+    if asked == "-":
+        print(text)
+    elif asked is not None:
+        Path(asked).write_text(text + "\n", encoding="utf-8")

@@ -44,6 +44,17 @@ def test_the_matrix_is_the_published_one() -> None:
     assert plan.FULL == (4096, 12288)
 
 
+def test_without_a_file_the_report_is_all_that_standard_output_has() -> None:
+    words = ["--device", "cpu", "--hidden", "64", "--intermediate", "128", "--only", "tp2 M=8"]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_plugins.verify", "ffn", *words, "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["check"] == "ffn"
+    assert "elements differ" in run.stderr
+
+
 def test_every_layout_is_equal_and_works_its_share(tmp_path: Path) -> None:
     status, report, output = verify(
         tmp_path / "r.json", "--hidden", "64", "--intermediate", "128", "--only", "M=8 backward"

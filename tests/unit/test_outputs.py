@@ -13,7 +13,13 @@ from megatron_plugins.verify.outputs import output_file, output_file_or_stdout
 
 @pytest.mark.parametrize(
     "command",
-    [["ffn", "--json"], ["model", "--json"], ["model", "--out"], ["attention", "--out"]],
+    [
+        ["ffn", "--json"],
+        ["attention", "--json"],
+        ["model", "--json"],
+        ["model", "--out"],
+        ["attention", "--out"],
+    ],
     ids=" ".join,
 )
 def test_a_place_that_cannot_be_written_ends_the_command_at_once(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify.attention.plan import RESULTS, ROWS, SHAPES, selected
-from megatron_plugins.verify.outputs import output_folder
+from megatron_plugins.verify.outputs import add_json, output_folder, write_json
 from megatron_plugins.verify.progress import Progress
 
 SCHEMA = "deterministic-rocm/verify-attention/1"
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=output_folder, default="out", help="folder of verify-attention.json and .png"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_plugins.verify.attention.ranks import run as run_rows
     from megatron_plugins.verify.attention.ranks import transport
 
-    console = Console(stderr=args.json)
+    # With --json the report alone goes to standard output.
+    console = Console(stderr=args.json == "-")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         console.print("not run: --device cuda, and torch sees no GPU", markup=False)
@@ -82,10 +83,8 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "verify-attention.json").write_text(json.dumps(report, indent=1) + "\n")
     _plot(report, args.out / "verify-attention.png")
-    if args.json:
-        print(json.dumps(report))
-    else:
-        _show(report, console)
+    write_json(args.json, report)
+    _show(report, console)
     if failure is not None:
         console.print(failure, markup=False)
     return status(report)

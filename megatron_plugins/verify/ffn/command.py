@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import tempfile
 import time
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from megatron_plugins.verify import pool as ranks
 from megatron_plugins.verify.ffn import plan
-from megatron_plugins.verify.outputs import output_file
+from megatron_plugins.verify.outputs import add_json, write_json
 from megatron_plugins.verify.progress import Progress
 
 RANK = "megatron_plugins.verify.ffn.rank"
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where torch sees a GPU, else cpu"
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    add_json(parser)
     parser.add_argument("--full", action="store_true", help="4096 and 12288 on a CPU too; takes hours there")
     parser.add_argument(
         "--hidden", type=int, help=f"default {plan.FULL[0]} on a GPU, {plan.SMALL[0]} on a CPU"
@@ -44,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every case; 1 if an element differs, an error is too large or work is done twice, 2 if one did not run."""
-    console = Console()
+    # With --json the report alone goes to standard output.
+    console = Console(stderr=args.json == "-")
     if importlib.util.find_spec("megatron") is None:
         console.print("[bold]not run[/]: sought megatron-core, found none; pip install megatron-core")
         return NOT_RUN
@@ -70,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
         except ranks.WorldError as error:
             console.print(f"not run: {error}", markup=False)
             return NOT_RUN
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     show(report, console)
     return verdict(report)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from megatron_plugins.verify.model import report as reporting
 from megatron_plugins.verify.model.plan import DEFAULT_SHAPE, ROWS, SHAPES, Row, Shape, selected, why_not
-from megatron_plugins.verify.outputs import output_file_or_stdout, output_folder
+from megatron_plugins.verify.outputs import add_json, output_folder, write_json
 from megatron_plugins.verify.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,10 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=output_folder, default="out", help="folder of verify-model.json, .md and .png"
     )
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", type=output_file_or_stdout,
-        help="write the report as JSON there as well; without a file: to standard output, the table to standard error",
-    )  # fmt: skip
+    add_json(parser)
 
 
 def events(side: str, options: Sequence[str], engine: Sequence[str] = ENGINE) -> Iterator[dict[str, Any]]:
@@ -294,9 +291,5 @@ def run(args: argparse.Namespace, engine: Sequence[str] = ENGINE) -> int:
         ],
     }
     reporting.write(report, args.out, console)
-    text = json.dumps(report, indent=1)
-    if args.json == "-":
-        print(text)
-    elif args.json:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    write_json(args.json, report)
     return reporting.exit_status(report)
