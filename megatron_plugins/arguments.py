@@ -111,6 +111,12 @@ def _scaled_states(args: Any) -> list[str]:
 
 ARGUMENT_RULES: tuple[Rule, ...] = (
     Rule(
+        lambda a: bool(getattr(a, "reset_attention_mask", False)),
+        lambda a: "reset_attention_mask=True",
+        "attention is causal over the whole row and reads no mask, so documents would see each other",
+        "drop --reset-attention-mask, or pack documents (packed_seq_params), which keeps them apart",
+    ),
+    Rule(
         lambda a: not getattr(a, "padded_vocab_size", None) and _padding(a) != VOCABULARY_UNIT,
         lambda a: (
             f"make_vocab_size_divisible_by={getattr(a, 'make_vocab_size_divisible_by', None)} at "

@@ -14,14 +14,15 @@ their layer, an embedding that somebody called beside the model, captured layers
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megatron_plugins.call_arguments import call_arguments
 from megatron_plugins.modules.captured_layers import layers_are_captured
 from megatron_plugins.parallel_layout import ParallelLayout
 from patches.errors import NotCoveredError
@@ -70,10 +71,9 @@ def tell_packed_order(model: Any) -> None:
     """Make a built GPTModel or HybridModel of deterministic layers keep the boundaries of its batches."""
     if model.config.context_parallel_size == 1:
         return
-    signature = inspect.signature(model.forward)
 
     def enter_model(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = signature.bind(*args, **kwargs).arguments
+        given = call_arguments(module, args, kwargs)
         packed = given.get("packed_seq_params")
         bounds = None if packed is None else _boundaries(packed)
         if bounds is not None:
@@ -164,7 +164,7 @@ def _require_fit(bounds: Boundaries, batch: int, rows: int, layout: ParallelLayo
     check_packed_rows(bounds, rows, layout.cp_size, layout.cp_layout)
 
 
-def _require_reachable(model: Any, given: dict[str, Any]) -> None:
+def _require_reachable(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse a packed batch where something would sum over its tokens without its boundaries."""
     config = model.config
     apart = set(getattr(config, "recompute_modules", None) or ()) - _RECOMPUTED_WITH_ITS_OPERANDS

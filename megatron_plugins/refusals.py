@@ -107,6 +107,18 @@ RULES: tuple[Rule, ...] = (
         "pass --no-rope-fusion",
     ),
     Rule(
+        lambda c: bool(_get(c, "fused_single_qkv_rope")),
+        lambda c: "fused_single_qkv_rope=True",
+        "TransformerEngine's fused kernel rotates queries and keys past the contract's RoPE",
+        "switch it off",
+    ),
+    Rule(
+        lambda c: (_get(c, "mlp_chunks_for_training", 1) or 1) > 1,
+        lambda c: f"mlp_chunks_for_training={_get(c, 'mlp_chunks_for_training')}",
+        "weight gradients would be sums over chunks of a rank's own rows, which another layout cuts elsewhere",
+        "leave it at 1; recompute whole layers to save memory",
+    ),
+    Rule(
         lambda c: (
             _get(c, "tensor_model_parallel_size", 1) > 1
             and (_get(c, "num_query_groups") or _get(c, "num_attention_heads", 1))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import patches
+from megatron_plugins.batches import checker_of
 from megatron_plugins.gate import before_first_forward
 from megatron_plugins.modules.adds_before_norms import join_adds_with_norms
+from megatron_plugins.modules.core_attention import look_once_a_model
 from megatron_plugins.modules.outer_parts import take_over_outer_parts
 from megatron_plugins.packed_order import tell_packed_order
 from megatron_plugins.positions import check_positions
@@ -24,6 +26,8 @@ def finish(model: Any, *, deterministic: bool) -> None:
     if patches.armed_mode() == "invariant" and deterministic:
         take_over_outer_parts(model)
         join_adds_with_norms(model.decoder)
+        look_once_a_model(model.decoder)
+        model.register_forward_pre_hook(checker_of(model), with_kwargs=True)
         model.register_forward_pre_hook(check_positions, with_kwargs=True)
         tell_packed_order(model)
     # A model that is not ours gets the gate as well: in mode invariant it is refused there, by name.

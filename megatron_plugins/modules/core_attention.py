@@ -27,6 +27,25 @@ from te_overrides.kernels.eager import eager_only
 _CAUSAL = {"causal": True, "padding_causal": True, "no_mask": False}
 
 
+def _window_of_layer(config: Any, layer_number: int) -> tuple[int, int] | None:
+    """The sliding window of a layer, counted from 1; upstream gives some layers none (`window_attn_skip_freq`)."""
+    window = getattr(config, "window_size", None)
+    if window is not None and getattr(config, "window_attn_skip_freq", None) is not None:
+        # Function and field came together (0.15): which layers it means is upstream's to say.
+        from megatron.core.transformer.utils import is_layer_window_attention
+
+        if not is_layer_window_attention(window, config.window_attn_skip_freq, layer_number):
+            return None
+    return tuple(window) if window is not None else None
+
+
+def look_once_a_model(decoder: torch.nn.Module) -> None:
+    """Let the first attention of these layers, on any pipeline stage, alone look at the block tables they share."""
+    cores = [module for module in decoder.modules() if isinstance(module, DeterministicCoreAttention)]
+    for index, core in enumerate(cores):
+        core.looks_at_tables = index == 0
+
+
 class DeterministicCoreAttention(torch.nn.Module):
     """Megatron's core-attention interface on the strict attention kernels.
 
@@ -67,8 +86,9 @@ class DeterministicCoreAttention(torch.nn.Module):
             raise NotCoveredError(
                 "apply_query_key_layer_scaling=True: the scale would depend on the layer; switch it off."
             )
-        window = getattr(config, "window_size", None)
-        self.window = tuple(window) if window is not None else None
+        self.window = _window_of_layer(config, layer_number)
+        # Looking at a block table waits for the device, and the layers of a model share it (`look_once_a_model`).
+        self.looks_at_tables = True
 
     @eager_only
     def forward(
@@ -84,13 +104,23 @@ class DeterministicCoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """query [s, B, heads, d], key/value [s, B, groups, d], all local -> [s, B, heads * d].
 
-        `attention_mask` is what Megatron passes beside the mask type; the type decides.
+        `attention_mask` is what Megatron passes beside the mask type; the type decides. A model whose mask says
+        something else is stopped at its first forward (`megatron_plugins/batches.py`).
+
+        Raises:
+            NotCoveredError: another kind of mask, a padding mask on a batch that is not packed, an attention bias.
         """
         kind = (attn_mask_type or self.attn_mask_type).name
         if kind not in _CAUSAL:
             raise NotCoveredError(f"attn_mask_type={kind}: the attention contract covers {sorted(_CAUSAL)}.")
         if attention_bias is not None:
             raise NotCoveredError("attention_bias was passed: biases are not part of the attention contract.")
+        if kind == "padding_causal" and packed_seq_params is None and attention_mask is not None:
+            raise NotCoveredError(
+                "attn_mask_type=padding_causal with an attention mask on a batch that is not packed: padding is known "
+                "to the contract as boundaries alone. Pack the sequences (packed_seq_params with padded boundaries), "
+                "or put padding behind the tokens and take the causal mask."
+            )
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, _CAUSAL[kind])
         if query.shape[0] != key.shape[0]:
@@ -173,8 +203,7 @@ class DeterministicCoreAttention(torch.nn.Module):
         options: dict[str, Any] = {
             "softmax_scale": self.softmax_scale,
             "window": self.window,
-            # Layers share the table, and looking at it waits for the device.
-            "validate": self.layer_number == 1,
+            "validate": self.looks_at_tables,
         }
         requests, tokens = seqused_k.shape[0], query.squeeze(1)
         if cu_seqlens_q is None:

@@ -62,6 +62,8 @@ BROKEN = [
     ({"attention_output_gate": True}, "attention_output_gate=True", "switch it off"),
     ({"apply_rope_fusion": True}, "apply_rope_fusion=True", "--no-rope-fusion"),
     ({"num_query_groups": 2}, "num_query_groups=2", "divides num_query_groups"),
+    ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope=True", "switch it off"),
+    ({"mlp_chunks_for_training": 2}, "mlp_chunks_for_training=2", "leave it at 1"),
     (
         {"tensor_model_parallel_size": 3, "num_query_groups": 9},
         "tensor_model_parallel_size=3",
@@ -71,6 +73,7 @@ BROKEN = [
     ({"ffn_hidden_size": 12290}, "ffn_hidden_size=12290 at tensor_model_parallel_size=4", "multiple of 8"),
 ]
 ARGUMENTS = [
+    ({"reset_attention_mask": True}, "reset_attention_mask=True", "packed_seq_params"),
     ({"make_vocab_size_divisible_by": 128}, "make_vocab_size_divisible_by=128", "divisible-by 256"),
     ({"untie_embeddings_and_output_weights": False}, "untie_embeddings", "--untie-embeddings"),
     ({"data_parallel_size": 6}, "data_parallel_size=6", "power of two"),
