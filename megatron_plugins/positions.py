@@ -7,18 +7,23 @@ radixark/miles#885). Position ids are cut with the tokens, so they are the one w
 What is checked: at a model's first forward and for every new shape, ids as long as the tokens under more than one
 context-parallel rank. Documents may start again anywhere (`reset_position_ids`), also in another rank's rows; so ids
 count upwards inside a chunk, or start at 0, and never exceed the layout's positions. A batch cut contiguously breaks
-that on every rank but the first, which stops the job. What is not checked: batches without ids, ids that were not cut
-with the tokens, and packed batches, whose boundaries attention checks itself.
+that on every rank but the first, which stops the job. Of packed sequences every one is cut by itself, and ids count
+from its start, or through the pack; in padding they may be anything. What is not checked: batches without ids, and ids
+that were not cut with the tokens.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron_plugins.call_arguments import call_arguments
+from megatron_plugins.packed_order import Boundaries, boundaries, read
 from megatron_plugins.parallel_layout import ParallelLayout, layout_of
-from te_overrides.kernels.zigzag.reference import rank_positions
+from te_overrides.kernels.zigzag.reference import packed_rank_rows, rank_positions
 
 
 class PositionMismatchError(RuntimeError):
@@ -60,6 +65,37 @@ def require_positions(ids: torch.Tensor, layout: ParallelLayout) -> None:
             )
 
 
+def require_packed_positions(
+    ids: torch.Tensor, bounds: Boundaries, lengths: Sequence[int], layout: ParallelLayout
+) -> None:
+    """Verify position ids [1, t_local] of this rank's rows of a pack.
+
+    Args:
+        bounds: of the rows that sequences take on the token axis of all ranks, padding included.
+        lengths: tokens of every sequence, padding left out.
+
+    Raises:
+        PositionMismatchError: a row that the layout cannot have given to this rank.
+        LayoutError: boundaries that the layout cannot cut.
+    """
+    rows = packed_rank_rows(bounds, layout.cp_size, layout.cp_rank, layout.cp_layout)
+    starts = torch.tensor(bounds, dtype=torch.int64)
+    sequence = torch.searchsorted(starts, rows, right=True) - 1
+    within = rows - starts[sequence]
+    tokens = (within < torch.tensor([*lengths, 0])[sequence]).nonzero().squeeze(1)
+    held = ids.detach().to("cpu", torch.int64).view(-1)[tokens]
+    column = first_contradiction(held, within[tokens])
+    if column is None or torch.equal(held, rows[tokens]):
+        return
+    row = int(tokens[column])
+    raise PositionMismatchError(
+        f"row {row} of context-parallel rank {layout.cp_rank} of {layout.cp_size} has position id "
+        f"{int(held[column])}; the {layout.cp_layout} layout puts position {int(within[row])} of packed sequence "
+        f"{int(sequence[row])} there. Cut every sequence of a pack by itself, tokens, labels, masks and position ids "
+        "alike (TransformerEngine's thd_get_partitioned_indices does); a pack cut in another way gives wrong answers."
+    )
+
+
 def _context_parallel_layouts(model: Any) -> set[ParallelLayout]:
     """What the modules of a model go by: one layout, unless somebody told them different things."""
     said = {getattr(module, "layout", None) for module in model.modules()}
@@ -74,17 +110,21 @@ def check_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Forward pre-hook of a deterministic GPTModel: `forward(input_ids, position_ids, …)`; cheap for a known shape.
 
     Raises:
-        PositionMismatchError: as `require_positions`.
+        PositionMismatchError: as `require_positions`, or for packed sequences `require_packed_positions`.
     """
-    ids = args[1] if len(args) > 1 else kwargs.get("position_ids")
-    tokens = args[0] if args else kwargs.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or kwargs.get("packed_seq_params") is not None:
+    given = call_arguments(model, args, kwargs)
+    ids, tokens, packed = (given.get(name) for name in ("position_ids", "input_ids", "packed_seq_params"))
+    if not isinstance(ids, torch.Tensor):
         return
     if not isinstance(tokens, torch.Tensor) or ids.shape != tokens.shape:
         return
-    known: set[torch.Size] = model.__dict__.setdefault("checked_position_shapes", set())
-    if ids.shape in known:
+    known: set[tuple[torch.Size, bool]] = model.__dict__.setdefault("checked_position_shapes", set())
+    if (shape := (ids.shape, packed is not None)) in known:
         return
     for layout in _context_parallel_layouts(model):
-        require_positions(ids, layout)
-    known.add(ids.shape)
+        if packed is None:
+            require_positions(ids, layout)
+        else:
+            lengths = [stop - start for start, stop in itertools.pairwise(read(packed.cu_seqlens_q))]
+            require_packed_positions(ids, boundaries(packed), lengths, layout)
+    known.add(shape)

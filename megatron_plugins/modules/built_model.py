@@ -28,7 +28,8 @@ def finish(model: Any, *, deterministic: bool) -> None:
         join_adds_with_norms(model.decoder)
         look_once_a_model(model.decoder)
         model.register_forward_pre_hook(checker_of(model), with_kwargs=True)
-        model.register_forward_pre_hook(check_positions, with_kwargs=True)
         tell_packed_order(model)
+        # Behind it: boundaries that do not fit the rows are named first.
+        model.register_forward_pre_hook(check_positions, with_kwargs=True)
     # A model that is not ours gets the gate as well: in mode invariant it is refused there, by name.
     model.register_forward_pre_hook(before_first_forward)

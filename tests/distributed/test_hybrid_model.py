@@ -21,6 +21,7 @@ from upstream_wheels import MEGATRON_CORE, sources
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = [version for version in MEGATRON_CORE if tuple(map(int, version.split("."))) >= (0, 18)]
 LAYOUTS = {"TP1": (1, 1, False), "TP2": (2, 1, False), "TP2+SP": (2, 1, True), "CP2": (1, 2, False)}
+PACKED = ("TP1", "CP2")
 REFUSED = {"M*-": "MAMBA 'M' at 0", "*-*E": "MOE 'E' at 3", "*G-D": "GDN 'G' at 1; DS_ATTENTION 'D' at 3"}
 
 
@@ -59,6 +60,35 @@ def _hybrid(layout: Any, pattern: str, spec: Any = None) -> Any:
     return model
 
 
+def _pack(model: Any, layout: Any, batch: torch.Tensor) -> dict[str, Any]:
+    """Loss a token and gradients of the rows of `batch` [B, S + 1] laid one after the other."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from te_overrides.kernels.zigzag.reference import packed_rank_rows
+
+    small_model = _prepare()
+    length = batch.shape[1] - 1
+    bounds = torch.arange(0, batch.shape[0] * length + 1, length, dtype=torch.int32)
+    held = [packed_rank_rows(bounds.tolist(), layout.cp, rank, "zigzag") for rank in range(layout.cp)]
+    mine = held[parallel_state.get_context_parallel_rank()]
+    ids, labels = (part.reshape(1, -1)[:, mine] for part in (batch[:, :-1], batch[:, 1:]))
+    packing = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length
+    )
+    model.zero_grad(set_to_none=True)
+    loss = model(ids, (mine % length).unsqueeze(0), None, labels=labels, packed_seq_params=packing)
+    loss.sum().backward()
+    parts = small_model.gather(loss.detach(), parallel_state.get_context_parallel_group())
+    whole = torch.empty(1, int(bounds[-1]), dtype=loss.dtype)
+    for rows, part in zip(held, parts, strict=True):
+        whole[:, rows] = part
+    return {
+        "loss": whole.view(batch.shape[0], length),
+        "gradients": small_model.whole_gradients(model, layout),
+    }
+
+
 def _refusal(act: Any) -> str:
     from patches.errors import OverrideError
 
@@ -94,6 +124,8 @@ def run_hybrid(rank: int, world: int) -> dict[str, Any]:
             for layer in model.decoder.layers
             for add in ("self_attn_bda", "mlp_bda")
         ]
+        if name in PACKED:
+            out[f"{name} packed"] = _pack(model, layout, tokens[0])
         out[f"{name} joined"] = joined.count("AddBeforeNorm")
     layout = small_model.layout_of()
     small_model.initialize(layout)
@@ -155,6 +187,14 @@ def test_a_hybrid_has_one_result_in_every_layout(layout: str, found: dict[str, A
     for parameter, gradient in want["gradients"].items():
         assert bool((gradient != 0).any()), f"{parameter} has no gradient"
         assert_equal_bits(got["gradients"][parameter], gradient, f"{layout}: gradient of {parameter}")
+
+
+def test_packed_sequences_have_one_result_at_every_degree(found: dict[str, Any]) -> None:
+    got, want = found["CP2 packed"], found["TP1 packed"]
+    assert_equal_bits(got["loss"], want["loss"], "loss of a pack at CP2")
+    for parameter, gradient in want["gradients"].items():
+        assert bool((gradient != 0).any()), f"{parameter} has no gradient"
+        assert_equal_bits(got["gradients"][parameter], gradient, f"pack at CP2: gradient of {parameter}")
 
 
 def test_a_hybrid_of_alternating_layers_is_the_gpt_of_its_weights(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 Every sequence of a pack is cut over the ranks by itself, so a rank's rows are no part of the packed order, and a sum
 over tokens that takes them for one sequence has other bits with right shapes (verl#4250, ms-swift#10071). Three
 sequences of other lengths with padding behind two of them, two micro-batches; in float32, where no rounding of a
-gradient hides its order, and with biases in bfloat16.
+gradient hides its order, and with biases in bfloat16. A fourth sequence is empty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARMED: dict[str, Any] = {
     "env": {"DETERMINISTIC_ROCM": "invariant"},
     "imports": ("patches.auto", "megatron.core.models.gpt"),
 }
-LENGTHS, PADDED = [100, 256, 77], [128, 256, 128]
+LENGTHS, PADDED = [100, 0, 256, 77], [128, 0, 256, 128]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 BIASES = {"add_bias_linear": True}
@@ -192,13 +192,14 @@ def test_without_the_boundaries_the_forward_is_right_and_gradients_are_not(one_r
 
 
 def _refusal(act: Callable[[], Any]) -> str:
+    from megatron_plugins.positions import PositionMismatchError
     from patches.errors import NotCoveredError
     from te_overrides.kernels.granules.reference import GranuleError
     from te_overrides.kernels.zigzag.reference import LayoutError
 
     try:
         act()
-    except (NotCoveredError, LayoutError, GranuleError) as error:
+    except (NotCoveredError, LayoutError, GranuleError, PositionMismatchError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
 
@@ -230,14 +231,46 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
         return model.decoder(hidden, None, packed_seq_params=_packing())
 
     apart = _model(layout, {**SELECTIVE, "recompute_modules": ["mlp"]})
-    uneven = _boundaries([128, 258, 126])
+    uneven = _boundaries([128, 0, 258, 126])
+
+    def checkpoint_a_part(reentrant: bool) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        mlp = model.decoder.layers[0].mlp
+        plain = mlp.forward
+        mlp.forward = lambda x, **_: checkpoint(plain, x, use_reentrant=reentrant)
+        try:
+            return call(backward=True)
+        finally:
+            del mlp.forward
+
+    def beside() -> Any:
+        weight = model.output_layer.weight
+        return model.output_layer(torch.zeros(ids.shape[1], 1, weight.shape[1]), weight=weight)
+
+    def cut_as_one_sequence() -> Any:
+        from te_overrides.kernels.zigzag.reference import rank_positions
+
+        truth = torch.cat([torch.arange(n) for n in PADDED])
+        other = truth[rank_positions(len(truth), world, rank, "zigzag")].unsqueeze(0)
+        return model(ids, other, None, packed_seq_params=_packing())
+
     said = {
         "recomputed apart": lambda: call(of=apart),
+        "recomputed apart in evaluation": lambda: call(of=apart.eval()),
+        "a part checkpointed": lambda: checkpoint_a_part(True),
+        "a part checkpointed without reentrance": lambda: checkpoint_a_part(False),
+        "a module beside the model": beside,
+        "cut as one sequence": cut_as_one_sequence,
+        "angles of the whole pack": lambda: call(max_seqlen_q=sum(PADDED), max_seqlen_kv=sum(PADDED)),
+        "too few angles": lambda: call(max_seqlen_q=255, max_seqlen_kv=255),
         "embedded elsewhere": lambda: call(decoder_input=torch.zeros(ids.shape[1], 1, 64)),
         "a group of its own": lambda: call(local_cp_size=1),
         "another format": lambda: call(qkv_format="sbhd"),
         "other keys": lambda: call(cu_seqlens_kv_padded=_boundaries([256, 128, 128])),
-        "uneven": lambda: call(cu_seqlens_q_padded=uneven, cu_seqlens_kv_padded=uneven),
+        "uneven": lambda: call(
+            cu_seqlens_q_padded=uneven, cu_seqlens_kv_padded=uneven, max_seqlen_q=258, max_seqlen_kv=258
+        ),
         "other rows": lambda: call(ids[:, :-2]),
         "divided": lambda: call(
             cu_seqlens_q_padded=_boundaries(PADDED) // world,
@@ -255,13 +288,21 @@ def run_refusals(rank: int, world: int) -> dict[str, str]:
 
 def test_packs_that_cannot_be_summed_in_order_are_refused_by_name() -> None:
     said = run_ranks(2, run_refusals, timeout=240, **ARMED)[0]
+    apart = "NotCoveredError: packed sequences at context_parallel_size=2 with recompute_modules="
     for name, pattern in {
-        "recomputed apart": "NotCoveredError: packed sequences at context_parallel_size=2 with recompute_modules=",
+        "recomputed apart": apart,
+        "recomputed apart in evaluation": apart,
+        "a part checkpointed": "a part of a layer is checkpointed by itself, with 4 packed sequences",
+        "a part checkpointed without reentrance": "ran outside its model at context_parallel_size=2",
+        "a module beside the model": "Call the model, not its parts",
+        "cut as one sequence": "PositionMismatchError: row 64 of context-parallel rank 0 of 2 has position id",
+        "angles of the whole pack": "max_seqlen=512 is the length of the whole pack of 3 sequences",
+        "too few angles": "max_seqlen=255 with a sequence of 256 rows",
         "embedded elsewhere": "with decoder_input",
         "a group of its own": "carries local_cp_size=1",
         "another format": "qkv_format='sbhd'",
         "other keys": "keys 3 packed sequences at [0, 256, 384, 512]",
-        "uneven": "ZigzagError: sequence 1 of the packed batch, length 258",
+        "uneven": "ZigzagError: sequence 2 of the packed batch, length 258",
         "other rows": "LayoutError: the boundaries end at 512, but 2 ranks hold 254 rows",
         "divided": "LayoutError: the boundaries end at 256, but 2 ranks hold 256 rows",
         "batch rows": "packed sequences in 2 batch rows",

@@ -35,7 +35,8 @@ def verify(folder: Path, *words: str, engine: tuple[str, ...] = command.ENGINE) 
 def test_two_and_four_ranks_have_the_bits_of_one_in_every_column(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = ["one row alone", "packed TP2+SP", "CP2 contiguous", "PP2", "TP4", "TP2xCP2+SP"]
+    packed = ["packed TP2+SP", "packed CP2", "packed PP2"]
+    rows = ["one row alone", *packed, "CP2 contiguous", "TP4", "TP2xCP2+SP"]
     status, written = verify(tmp_path, "--layers", "2", "--rows", *rows)
     shown = capsys.readouterr().out
     assert status == 0, shown

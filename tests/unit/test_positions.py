@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,15 @@ from megatron_plugins.positions import (
     PositionMismatchError,
     check_positions,
     first_contradiction,
+    require_packed_positions,
     require_positions,
 )
-from te_overrides.kernels.zigzag.reference import from_canonical, rank_positions, to_canonical
+from te_overrides.kernels.zigzag.reference import (
+    from_canonical,
+    packed_rank_rows,
+    rank_positions,
+    to_canonical,
+)
 
 
 class Layout(ParallelLayout):
@@ -88,6 +95,54 @@ def test_ids_beyond_a_position_or_with_a_gap_are_seen_though_documents_start_aga
         assert first_contradiction(torch.tensor(ids), at) == column, ids
 
 
+LENGTHS, BOUNDS = (50, 0, 64, 3), (0, 64, 64, 128, 192)
+"""Tokens of four sequences, and where their rows lie with padding; one is empty."""
+
+
+def _packed_ids(through_the_pack: bool, padding: int = 0) -> torch.Tensor:
+    """Position ids [192] of the pack: from every sequence's start, or through it all; `padding` in rows of padding."""
+    ids = torch.full((BOUNDS[-1],), padding)
+    for start, length in zip(BOUNDS, LENGTHS, strict=False):
+        ids[start : start + length] = torch.arange(length) + start * through_the_pack
+    return ids
+
+
+@pytest.mark.parametrize("through_the_pack", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_pack_is_cut_sequence_by_sequence_and_another_cut_is_seen(
+    size: int, through_the_pack: bool
+) -> None:
+    """verl#4250, modelscope/ms-swift#10071: a pack cut as one sequence, or contiguously."""
+    ids = _packed_ids(through_the_pack, padding=10**6)
+    cuts = {
+        "as one zigzag sequence": lambda rank: rank_positions(len(ids), size, rank, "zigzag"),
+        "contiguously": lambda rank: rank_positions(len(ids), size, rank, "contiguous"),
+        "every sequence contiguously": lambda rank: packed_rank_rows(BOUNDS, size, rank, "contiguous"),
+    }
+    seen = dict.fromkeys(cuts, 0)
+    for rank in range(size):
+        layout = Layout(size, rank)
+        right = ids[packed_rank_rows(BOUNDS, size, rank, "zigzag")]
+        require_packed_positions(right.unsqueeze(0), BOUNDS, LENGTHS, layout)
+        for name, cut in cuts.items():
+            try:
+                require_packed_positions(ids[cut(rank)].unsqueeze(0), BOUNDS, LENGTHS, layout)
+            except PositionMismatchError as error:
+                assert f"rank {rank} of {size} has position id" in str(error), error
+                seen[name] += 1
+    print(seen)
+    # A rank whose rows are those of a document that starts again may see nothing; one that does stops the job.
+    assert min(seen.values()) >= size - 1
+
+
+def test_documents_inside_a_packed_sequence_may_start_again() -> None:
+    ids = _packed_ids(False)
+    ids[20:50] = torch.arange(30)
+    for rank in range(2):
+        held = ids[packed_rank_rows(BOUNDS, 2, rank, "zigzag")]
+        require_packed_positions(held.unsqueeze(0), BOUNDS, LENGTHS, Layout(2, rank))
+
+
 def test_the_hook_looks_once_a_shape_and_only_at_ids_cut_with_the_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,8 +153,13 @@ def test_the_hook_looks_once_a_shape_and_only_at_ids_cut_with_the_tokens(
     def call(model: Any, *args: Any, **kwargs: Any) -> None:
         check_positions(model, args, kwargs)
 
-    model = torch.nn.Module()
-    model.config = None  # type: ignore[assignment]
+    class Model(torch.nn.Module):
+        config = None
+
+        def forward(self, input_ids: Any, position_ids: Any, packed_seq_params: Any = None) -> None:
+            """Upstream's first arguments."""
+
+    model = Model()
     for arguments in (
         {"args": (wrong, wrong)},
         {"kwargs": {"input_ids": wrong, "position_ids": wrong}},
@@ -109,7 +169,16 @@ def test_the_hook_looks_once_a_shape_and_only_at_ids_cut_with_the_tokens(
             call(model, *arguments.get("args", ()), **arguments.get("kwargs", {}))  # type: ignore[arg-type]
     call(model, wrong, None)
     call(model, wrong, torch.arange(8).unsqueeze(0))
-    call(model, wrong, wrong, packed_seq_params=object())
+    pack = SimpleNamespace(qkv_format="thd", cu_seqlens_q=[0, 4, 8], cu_seqlens_kv=[0, 4, 8])
+    for arguments in (
+        {"args": (wrong, wrong, pack)},
+        {"args": (wrong, wrong), "kwargs": {"packed_seq_params": pack}},
+    ):
+        with pytest.raises(PositionMismatchError, match="packed sequence"):
+            call(model, *arguments["args"], **arguments.get("kwargs", {}))  # type: ignore[arg-type, misc]
+    packed = packed_rank_rows((0, 4, 8), 2, 1, "zigzag").unsqueeze(0)
+    call(model, packed % 4, packed % 4, packed_seq_params=pack)
     call(model, right, right)
     # A known shape waits for no device.
     call(model, wrong, wrong)
+    call(model, wrong, wrong, packed_seq_params=pack)

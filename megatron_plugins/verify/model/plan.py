@@ -99,6 +99,7 @@ ROWS = (
     Row("packed CP2", "packed", cp=2),
     Row("packed CP4", "packed", cp=4),
     Row("packed TP2xCP2+SP", "packed", tp=2, cp=2, sp=True),
+    Row("packed PP2", "packed", pp=2),
     Row("TP2", tp=2),
     Row("TP2+SP", tp=2, sp=True),
     Row("CP2", cp=2),

@@ -170,9 +170,13 @@ def to_canonical(
             )
     if cu_seqlens is not None:
         check_packed_rows(cu_seqlens, length, len(parts), layout)
-        return torch.cat(list(parts), dim).index_select(
-            dim, _packed_places(cu_seqlens, len(parts), layout, parts[0].device)
-        )
+        shape = list(parts[0].shape)
+        shape[dim] = cu_seqlens[-1]
+        out = parts[0].new_empty(shape)
+        # Each rank's rows go where they belong: no second copy of what all ranks hold.
+        for rank, part in enumerate(parts):
+            out.index_copy_(dim, _packed_places(cu_seqlens, len(parts), rank, layout, part.device), part)
+        return out
     check_length(length * len(parts), len(parts), layout)
     if chunks == 1 or length == 0:
         return torch.cat(list(parts), dim)
@@ -236,13 +240,14 @@ def check_packed_rows(cu_seqlens: Sequence[int], rows: int, cp_size: int, layout
 
 
 @functools.lru_cache(maxsize=64)
-def _packed_places(cu_seqlens: tuple[int, ...], cp_size: int, layout: str, device: torch.device) -> Tensor:
-    """Where each row of the packed token axis lies in what the ranks hold, one rank's behind the other's.
+def _packed_places(
+    cu_seqlens: tuple[int, ...], cp_size: int, rank: int, layout: str, device: torch.device
+) -> Tensor:
+    """`packed_rank_rows` on the device.
 
     Cached: a copy to the device waits for the stream, and every gradient of a step asks for the same.
     """
-    held = torch.cat([packed_rank_rows(cu_seqlens, cp_size, rank, layout) for rank in range(cp_size)])
-    return held.argsort().to(device)
+    return packed_rank_rows(cu_seqlens, cp_size, rank, layout).to(device)
 
 
 def packed_rank_rows(cu_seqlens: Sequence[int], cp_size: int, rank: int, layout: str) -> Tensor:
