@@ -1,7 +1,7 @@
-"""The engine of `verify model` with one fault put in, named by the variable FAULT. For tests that must see it.
+"""The engine of `verify model` with two faults put in, for tests that must see them.
 
-sum: a sum over ranks is a chain instead of the balanced tree; two ranks cannot tell.
-raise: rank 1 of a row on two ranks raises, and rank 0 waits for it.
+A sum over ranks is a chain instead of the balanced tree; two ranks cannot tell. Rank 1 of the row CP2 raises, and
+rank 0 waits for it.
 """
 
 import os
@@ -23,23 +23,20 @@ def chain(terms, wide, out):
 
 
 def main() -> None:
-    """Put the fault in, then be the engine."""
-    if os.environ["FAULT"] == "sum":
-        from te_overrides.kernels.collectives import reference
+    """Put the faults in, then be the engine."""
+    from megatron_plugins.verify.model import train
+    from te_overrides.kernels.collectives import reference
 
-        assert callable(reference._tree)
-        reference._tree = chain
-    else:
-        from megatron_plugins.verify.model import train
+    assert callable(reference._tree)
+    reference._tree = chain
+    plain = train.run_row
 
-        plain = train.run_row
+    def raising(setting, row, rank, *rest):
+        if row.name == "CP2" and rank == 1:
+            raise ArithmeticError("this rank was told to fail")
+        return plain(setting, row, rank, *rest)
 
-        def raising(setting, row, rank, *rest):
-            if row.ranks == 2 and rank == 1:
-                raise ArithmeticError("this rank was told to fail")
-            return plain(setting, row, rank, *rest)
-
-        train.run_row = raising
+    train.run_row = raising
     engine.main()
 
 

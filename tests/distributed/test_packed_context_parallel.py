@@ -42,6 +42,9 @@ CASES: dict[int, dict[str, tuple[int, int, bool, dict[str, Any]]]] = {
 }
 
 
+UNTOLD = "CP4, modules that are not told where sequences begin"
+
+
 def _prepare() -> Any:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     import patches.auto  # noqa: F401
@@ -139,21 +142,18 @@ def _results(model: Any, layout: Any, tokens: torch.Tensor) -> dict[str, Any]:
     return {**stacked, "gradients": small_model.whole_gradients(model, layout)}
 
 
-def run_cases(rank: int, world: int, mutate: bool = False) -> dict[str, Any]:
-    """Results of every case of this world; with `mutate`, modules that are not told the boundaries."""
+def run_cases(rank: int, world: int) -> dict[str, Any]:
+    """Results of every case of this world; of four ranks, also with modules that are not told the boundaries."""
     small_model = _prepare()
-    if mutate:
-        from megatron_plugins import packed_order
-        from megatron_plugins.modules import embedding, linear, norm
-
-        assert packed_order.of_batch is linear.of_batch is norm.of_batch is embedding.of_batch
-        linear.of_batch = norm.of_batch = embedding.of_batch = lambda layout: layout
     out = {}
     tokens = small_model.byte_tokens(ROOT / "docs", 4).view(2, -1)
     assert tokens.shape[1] > max(LENGTHS) + len(LENGTHS)
-    for name, (tp, cp, sp, changes) in CASES[world].items():
-        if mutate and changes:
-            continue
+    cases = dict(CASES[world])
+    if world == 4:
+        cases[UNTOLD] = cases["CP4"]
+    for name, (tp, cp, sp, changes) in cases.items():
+        if name == UNTOLD:
+            _stop_telling()
         layout = small_model.layout_of(tp, cp, sp)
         small_model.initialize(layout)
         results = _results(_model(layout, changes), layout, tokens)
@@ -161,17 +161,24 @@ def run_cases(rank: int, world: int, mutate: bool = False) -> dict[str, Any]:
     return out
 
 
+def _stop_telling() -> None:
+    from megatron_plugins import packed_order
+    from megatron_plugins.modules import embedding, linear, norm
+
+    assert packed_order.of_batch is linear.of_batch is norm.of_batch is embedding.of_batch
+    linear.of_batch = norm.of_batch = embedding.of_batch = lambda layout: layout
+
+
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, Any]:
-    results: dict[str, Any] = run_ranks(1, run_cases, **ARMED)[0]
-    return results
+def results() -> dict[int, dict[str, Any]]:
+    """What every world found, by its number of ranks."""
+    return {world: run_ranks(world, run_cases, timeout=240, **ARMED)[0] for world in CASES}
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_pack_has_the_bits_of_one_rank(world: int, one_rank: dict[str, Any]) -> None:
-    ranks = run_ranks(world, run_cases, timeout=240, **ARMED)
-    for name, got in ranks[0].items():
-        want = one_rank["biases" if "biases" in name else "plain"]
+def test_a_pack_has_the_bits_of_one_rank(world: int, results: dict[int, dict[str, Any]]) -> None:
+    for name in CASES[world]:
+        got, want = results[world][name], results[1]["biases" if "biases" in name else "plain"]
         for what in ("logits", "loss", "mean"):
             assert_equal_bits(got[what], want[what], f"{name}: {what}")
         assert got["gradients"].keys() == want["gradients"].keys()
@@ -179,9 +186,11 @@ def test_a_pack_has_the_bits_of_one_rank(world: int, one_rank: dict[str, Any]) -
             assert_equal_bits(got["gradients"][parameter], gradient, f"{name}: gradient of {parameter}")
 
 
-def test_without_the_boundaries_the_forward_is_right_and_gradients_are_not(one_rank: dict[str, Any]) -> None:
+def test_without_the_boundaries_the_forward_is_right_and_gradients_are_not(
+    results: dict[int, dict[str, Any]],
+) -> None:
     """What a sum over tokens in a rank's own order would give, so that the test above is known to see it."""
-    got, want = run_ranks(4, run_cases, True, timeout=240, **ARMED)[0]["CP4"], one_rank["plain"]
+    got, want = results[4][UNTOLD], results[1]["plain"]
     assert_equal_bits(got["logits"], want["logits"], "logits")
     wrong = {
         name for name, grad in want["gradients"].items() if not torch.equal(got["gradients"][name], grad)

@@ -1,4 +1,4 @@
-"""Megatron's own training stack under torchrun, with the flag: three steps, equal in every layout.
+"""Megatron's own training stack, under torchrun where there are several ranks: three steps, equal in every layout.
 
 megatron-core 0.17.1 is the newest release whose wheel carries ``megatron.training`` and runs on Python 3.10 and 3.11.
 """
@@ -32,11 +32,10 @@ MODEL = (
     "--bf16"
 ).split()
 LAYOUTS = {
-    "TP2xCP2+SP": (4, "--make-vocab-size-divisible-by 512 --tensor-model-parallel-size 2 --context-parallel-size 2 "
-                   "--sequence-parallel"),
-    "PP2": (2, "--make-vocab-size-divisible-by 1024 --pipeline-model-parallel-size 2"),
-    "TP4xCP2+SP, distributed optimizer": (8, "--make-vocab-size-divisible-by 256 --tensor-model-parallel-size 4 "
+    "TP2xCP2+SP, distributed optimizer": (4, "--make-vocab-size-divisible-by 512 --tensor-model-parallel-size 2 "
                                           "--context-parallel-size 2 --sequence-parallel --use-distributed-optimizer"),
+    "PP2": (2, "--make-vocab-size-divisible-by 1024 --pipeline-model-parallel-size 2"),
+    "TP4+SP": (4, "--make-vocab-size-divisible-by 256 --tensor-model-parallel-size 4 --sequence-parallel"),
 }  # fmt: skip
 ONE = "--make-vocab-size-divisible-by 1024"
 FOR_OTHER_MODULES = (
@@ -56,10 +55,20 @@ NEVER_IMPORTED = "megatron.hybrid_model.outer_parts"
 def train(
     result: Path, ranks: int, arguments: str, *, armed: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """torchrun -m patches run tests/pretrain_small.py …, or without the layer."""
+    """torchrun -m patches run tests/pretrain_small.py …, or without the layer; one rank without torchrun, whose own
+    imports take as long as the steps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     entry = ["-m", "patches", "run", "tests/pretrain_small.py"] if armed else ["tests/pretrain_small.py"]
     env = {
         **os.environ,
@@ -67,11 +76,11 @@ def train(
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        **(alone if ranks == 1 else {}),
         **environment,
     }
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        + ["--master-addr", "127.0.0.1", "--master-port", str(port), *entry, "--result", str(result)]
+        [sys.executable, "-W", "ignore", *(launcher if ranks > 1 else []), *entry, "--result", str(result)]
         + [*MODEL, *arguments.split()],
         cwd=ROOT,
         env=env,

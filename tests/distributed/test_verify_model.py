@@ -63,27 +63,18 @@ def test_two_and_four_ranks_have_the_bits_of_one_in_every_column(
     assert "| TP4 | 4 | 0 of " in (tmp_path / "verify-model.md").read_text()
 
 
-def test_a_sum_in_another_order_turns_the_row_of_four_ranks_red(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_sum_in_another_order_turns_a_row_red_and_a_rank_that_raises_is_quoted_while_other_rows_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("FAULT", "sum")
-    status, written = verify(tmp_path, "--no-upstream", "--rows", "TP2", "TP4", engine=MUTATED)
-    two, four = (row["results"]["deterministic"] for row in written["rows"])
-    assert status == 1 and report.differing(two)[0] == 0 and report.differing(four)[0] > 0
-    assert four["columns"]["logits"]["first"].startswith("logits(")
-    assert "FAILED: 1 of 2 rows differ from one rank (TP4)" in capsys.readouterr().out
-
-
-def test_a_rank_that_raises_is_quoted_and_the_other_rows_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAULT", "raise")
-    status, written = verify(tmp_path, "--no-upstream", "--rows", "rebuild", "TP2", engine=MUTATED)
-    rebuild, two = (row["results"]["deterministic"] for row in written["rows"])
-    assert status == 2 and rebuild["ran"] and report.differing(rebuild)[0] == 0
-    assert two["failed"] and "rank 1: Traceback" in two["why"]
+    rows = ["rebuild", "CP2", "TP2", "TP4"]
+    status, written = verify(tmp_path, "--no-upstream", "--rows", *rows, engine=MUTATED)
+    rebuild, raised, two, four = (row["results"]["deterministic"] for row in written["rows"])
+    assert status == 1 and report.differing(rebuild)[0] == report.differing(two)[0] == 0
+    assert report.differing(four)[0] > 0 and four["columns"]["logits"]["first"].startswith("logits(")
+    assert raised["failed"] and "rank 1: Traceback" in raised["why"]
     shown = capsys.readouterr().out
-    assert "TP2: ArithmeticError: this rank was told to fail" in shown and "FAILED TO RUN: TP2" in shown
+    assert "CP2: ArithmeticError: this rank was told to fail" in shown
+    assert "FAILED: 1 of 3 rows differ from one rank (TP4); failed to run: CP2" in shown
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,10 @@ def verdict(report: Mapping[str, Any]) -> str:
         else ""
     )
     if bad:
-        return f"FAILED: {len(bad)} of {len(ran)} rows differ from one rank ({', '.join(bad)}){beside}."
+        broken = f"; failed to run: {', '.join(failed)}" if failed else ""
+        return (
+            f"FAILED: {len(bad)} of {len(ran)} rows differ from one rank ({', '.join(bad)}){broken}{beside}."
+        )
     if failed:
         return f"FAILED TO RUN: {', '.join(failed)}; the other {len(ran)} rows have 0 mismatches."
     if not ran:
