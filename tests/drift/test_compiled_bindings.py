@@ -155,8 +155,11 @@ def test_parameters_are_counted_outside_brackets(text: str, count: int) -> None:
     assert binding.parameters(f"binding:{text} -> None") == count
 
 
-@pytest.mark.parametrize("mode", ["stable", "invariant"])
-@pytest.mark.parametrize("version", TRANSFORMER_ENGINE)
+# The replacement is one in both modes; every release meets it in one of them, the newest in both.
+@pytest.mark.parametrize(
+    ("version", "mode"),
+    [*((version, "invariant") for version in TRANSFORMER_ENGINE), (TRANSFORMER_ENGINE[-1], "stable")],
+)
 def test_transformer_engine_s_packed_corrections_are_ours_and_equal_the_dense_ones(
     version: str, mode: str
 ) -> None:

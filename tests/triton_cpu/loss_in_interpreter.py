@@ -97,7 +97,7 @@ def widths(cases: tuple[tuple[torch.dtype, int, int | None], ...]) -> Counts:
 def losses() -> Counts:
     counts = widths(
         (
-            (torch.bfloat16, 3072, None),
+            (torch.bfloat16, 2048, None),
             (torch.bfloat16, 1024, 1000),
             (torch.float16, 1024, 1000),
             (torch.float32, 1024, None),
@@ -189,7 +189,7 @@ if __name__ == "__main__":
         joined = kernel._joined
         kernel._joined = lambda pieces: joined(pieces[::2] + pieces[1::2])
         fuse()
-        print(json.dumps({"losses": widths(((torch.bfloat16, 3072, None),))}))
+        print(json.dumps({"losses": widths(((torch.bfloat16, 1024, None),))}))
         raise SystemExit
     if "fused" in sys.argv:
         fuse()
