@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify.outputs import output_file
+from megatron_plugins.verify.tables import print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
@@ -361,7 +362,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             notes.append(f"{row[0]}: {row[1]}")
         else:
             table.add_row(*row)
-    console.print(table)
+    print_table(console, table)
     absent = {s: why for cell in report["cells"].values() for s, why in cell.get("absent", {}).items()}
     notes += [f"not run: {side} ({why})" for side, why in absent.items()]
     for d, found in report["errors"].items():

@@ -21,6 +21,7 @@ from rich.table import Table
 from megatron_plugins.verify import pool as ranks
 from megatron_plugins.verify.outputs import output_file
 from megatron_plugins.verify.progress import Progress
+from megatron_plugins.verify.tables import print_table
 
 ROWS = (1, 8, 32, 512, 2048, 4096, 8192)
 FULL, SMALL = {"hidden": 4096, "intermediate": 12288}, {"hidden": 64, "intermediate": 128}
@@ -160,7 +161,7 @@ def show(found: results.Results, console: Console) -> None:
             cell.name, f"{cell.ms[cell.peer]:.4f}", f"{cell.ms['ours']:.4f}", f"{cell.ratio():.3f}",
             f"{cell.mismatched:,} of {cell.compared:,}",
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     for cell in found.cells:
         if cell.skipped is not None:
             console.print(

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_plugins.verify.model.plan import SHAPES, Shape  # noqa: E402
 from megatron_plugins.verify.outputs import output_file  # noqa: E402
+from megatron_plugins.verify.tables import print_table  # noqa: E402
 
 SIDES = {
     "upstream": "Megatron, local spec",
@@ -126,7 +127,7 @@ def _show_times(ran: dict[str, Any], ours: Any, console: Console) -> None:
             f"{ours[key] / cell[key]:.2f}" for side, cell in ran.items() if side != "deterministic" and ours
         ]
         totals.add_row(name, *values, *ratios)
-    console.print(totals)
+    print_table(console, totals)
     parts = Table(title="GPU time by part, ms: forward / backward", box=None, title_style="bold")
     parts.add_column("part")
     for side in ran:
@@ -138,7 +139,7 @@ def _show_times(ran: dict[str, Any], ours: Any, console: Console) -> None:
             part = cell["parts_ms"].get(name)
             shown.append("-" if part is None else f"{part['forward']:.2f} / {part['backward']:.2f}")
         parts.add_row(name, *shown)
-    console.print(parts)
+    print_table(console, parts)
 
 
 def run(args: argparse.Namespace) -> int:

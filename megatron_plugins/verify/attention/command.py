@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_plugins.verify.attention.plan import RESULTS, ROWS, SHAPES, selected
 from megatron_plugins.verify.outputs import add_json, output_folder, write_json
 from megatron_plugins.verify.progress import Progress
+from megatron_plugins.verify.tables import print_table
 
 SCHEMA = "deterministic-rocm/verify-attention/1"
 
@@ -134,7 +135,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         table.add_row(
             name, str(result["ranks"]), *cells, f"{sum(c[1] for c in result['columns'].values()):,}"
         )
-    console.print(table)
+    print_table(console, table)
     where = environment.get("gpu", "CPU, the reference's arithmetic")
     gpus = environment.get("gpus")
     shared = "" if gpus is None or gpus >= environment["ranks"] else f", on {gpus} GPU that ranks share"
