@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import step0_report  # noqa: E402
 from megatron_plugins.verify.model import command  # noqa: E402
 from megatron_plugins.verify.model.plan import SHAPES, Row, selected, why_not  # noqa: E402
+from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
 from megatron_plugins.verify.progress import Progress  # noqa: E402
 
 DTYPES = ("bf16", "fp32")
@@ -143,14 +144,14 @@ def main() -> None:
         "--only", action="append", default=[], metavar="LAYOUT", help="measure only these layouts"
     )
     parser.add_argument("--te-sources", type=Path, default=ROOT / ".venv" / "transformer-engine-sources")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    add_json(parser)
     args = parser.parse_args()
     if unknown := set(args.only) - set(LAYOUTS):
         parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(LAYOUTS)}")
     layouts = [name for name in LAYOUTS if not args.only or name in args.only]
     start = time.monotonic()
     # With --json the report alone goes to standard output.
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json == "-")
     try:
         sides = [rows_of(side, layouts) for side in ("upstream", "ring", "deterministic")]
         total = len(DTYPES) * sum(len(rows) + 1 for rows in sides if rows) + 1
@@ -167,8 +168,7 @@ def main() -> None:
     environment["seconds"] = round(time.monotonic() - start, 1)
     rows = build_rows(upstream, ours, lse, layouts)
     report = step0_report.write({"environment": environment, "rows": rows}, args.out, console)
-    if args.json:
-        print((args.out / "step0.json").read_text())
+    write_json(args.json, json.loads((args.out / "step0.json").read_text()))
     raise SystemExit(1 if report.failures() else 0)
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_plugins.verify.model.plan import SHAPES, Shape  # noqa: E402
-from megatron_plugins.verify.outputs import output_file  # noqa: E402
+from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
 from megatron_plugins.verify.tables import print_table  # noqa: E402
 
 SIDES = {
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="time that all cells may take together")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    add_json(parser)
 
 
 def flops(shape: Shape) -> float:
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         cells[side] = {"skipped": why} if why else measure(side, shape, args.repeats, left)
         cells[side]["price_s"] = round(cost, 1)
     report = {"shape": asdict(shape), "flops_a_step": flops(shape), "cells": cells}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    show(report, Console())
+    # With --json the report alone goes to standard output.
+    show(report, Console(stderr=args.json == "-"))
+    write_json(args.json, report)
     return 2 if "skipped" in cells.get("deterministic", {"skipped": ""}) else 0
