@@ -24,6 +24,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 import step0_report  # noqa: E402
+from megatron_plugins.verify.interrupts import run_until_interrupted  # noqa: E402
 from megatron_plugins.verify.model import command  # noqa: E402
 from megatron_plugins.verify.model.plan import SHAPES, Row, selected, why_not  # noqa: E402
 from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
@@ -148,6 +149,11 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.only) - set(LAYOUTS):
         parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(LAYOUTS)}")
+    raise SystemExit(run_until_interrupted(run, args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; the exit status: 0 equal, 1 a mismatch of ours, 2 it did not finish."""
     layouts = [name for name in LAYOUTS if not args.only or name in args.only]
     start = time.monotonic()
     # With --json the report alone goes to standard output.
@@ -162,14 +168,14 @@ def main() -> None:
             progress.end(LSE, f"{lse['mismatched']:,} of {lse['total']:,} differ, {lse['seconds']:.1f} s")
     except EngineFailure as failure:
         print(f"The measurement did not finish.\n{failure}", file=sys.stderr)
-        raise SystemExit(2) from failure
+        return 2
     environment = step0_report.environment("CPU (gloo, one thread a rank)")
     environment["transformer-engine"] = _sources_version(args.te_sources)
     environment["seconds"] = round(time.monotonic() - start, 1)
     rows = build_rows(upstream, ours, lse, layouts)
     report = step0_report.write({"environment": environment, "rows": rows}, args.out, console)
     write_json(args.json, json.loads((args.out / "step0.json").read_text()))
-    raise SystemExit(1 if report.failures() else 0)
+    return 1 if report.failures() else 0
 
 
 def _sources_version(sources: Path) -> str:

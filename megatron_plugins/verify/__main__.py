@@ -1,10 +1,15 @@
-"""``python -m megatron_plugins.verify WHAT``: one command a check; exit status 0 equal, 1 a mismatch, 2 not run."""
+"""``python -m megatron_plugins.verify WHAT``: one command a check.
+
+Exit status 0: equal. 1: a mismatch. 2: not run. 130: stopped by Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
+
+from megatron_plugins.verify.interrupts import run_until_interrupted
 
 CHECKS = {
     "ffn": (
@@ -24,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module, line) in CHECKS.items():
         importlib.import_module(module).add_arguments(commands.add_parser(name, help=line, description=line))
     args = parser.parse_args(argv)
-    return int(importlib.import_module(CHECKS[args.check][0]).run(args))
+    return run_until_interrupted(importlib.import_module(CHECKS[args.check][0]).run, args)
 
 
 if __name__ == "__main__":

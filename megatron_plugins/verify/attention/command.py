@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,14 @@ def run(args: argparse.Namespace) -> int:
         "rows": {row.name: {"ran": False} for row in rows},
     }
     failure = None
-    with Progress("attention", total=len(rows), console=console) as progress:
+    with (
+        Progress("attention", total=len(rows), console=console) as progress,
+        closing(run_rows(rows, shape, device)) as done,
+    ):
         for row in rows:
             progress.begin(row.name)
         try:
-            for row, columns, seconds in run_rows(rows, shape, device):
+            for row, columns, seconds in done:
                 report["rows"][row.name] = {
                     "ran": True,
                     "ranks": row.ranks,

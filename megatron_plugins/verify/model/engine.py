@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -278,6 +279,8 @@ def shape_of(text: str) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run one side's rows."""
     args = arguments().parse_args(argv)
+    # As any error: ranks are ended and files removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     keep_standard_output()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if sys.platform == "linux":
@@ -312,8 +315,10 @@ def main(argv: list[str] | None = None) -> None:
         start = args.start or ("spawn" if on_gpu else "fork")
         ranks = most if on_gpu else max(most, args.ranks)
         engine = Engine(setting, ranks, Path(name), one_at_a_time=on_gpu, start=start)
-        engine.run(rows)
-        engine.close()
+        try:
+            engine.run(rows)
+        finally:
+            engine.close()
 
 
 if __name__ == "__main__":
