@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 
 from megatron_plugins.verify.interrupts import run_until_interrupted
@@ -22,8 +23,21 @@ CHECKS = {
 """Name -> (module with ``add_arguments(parser)`` and ``run(args) -> status``, one line)."""
 
 
+NEEDED = ("torch", "rich", "matplotlib")
+"""Of every check; those that need megatron-core look for it themselves."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the check that is named."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        print(
+            f"not run: sought {', '.join(NEEDED)} for {sys.executable}, found no {', no '.join(absent)}. Take the "
+            "Python of the environment that trains, with rich and matplotlib (pip install 'deterministic-rocm[verify]'), or "
+            ".venv/bin/python after scripts/quickstart.sh",
+            file=sys.stderr,
+        )
+        return 2
     parser = argparse.ArgumentParser(prog="python -m megatron_plugins.verify", description=__doc__)
     commands = parser.add_subparsers(dest="check", required=True, metavar="WHAT")
     for name, (module, line) in CHECKS.items():

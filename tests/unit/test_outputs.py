@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,16 @@ def test_a_place_that_cannot_be_written_ends_the_command_at_once(
         verify.main([*command, str(tmp_path / "file" / "there")])
     assert end.value.code == 2
     assert f"sought a folder {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+def test_a_python_without_what_the_checks_need_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    assert verify.main(["attention"]) == 2
+    said = capsys.readouterr().err
+    assert f"for {sys.executable}, found no torch. Take the Python" in said and said.count("\n") == 1
 
 
 def test_a_place_that_can_be_written_is_made(tmp_path: Path) -> None:
