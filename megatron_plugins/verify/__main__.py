@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if absent:
         print(
             f"not run: sought {', '.join(NEEDED)} for {sys.executable}, found no {', no '.join(absent)}. Take the "
-            "Python of the environment that trains, with rich and matplotlib (pip install 'deterministic-rocm[verify]'), or "
+            "Python of the environment that trains, with the extra `verify` of this project installed there, or "
             ".venv/bin/python after scripts/quickstart.sh",
             file=sys.stderr,
         )
