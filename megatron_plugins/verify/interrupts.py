@@ -21,15 +21,29 @@ STATUS = 130
 
 @contextlib.contextmanager
 def deaf_children() -> Iterator[None]:
-    """Processes started inside ignore SIGINT from their first instruction on, forked or executed."""
+    """Processes started inside never hear SIGINT, forked or executed; one that comes meanwhile is heard here then.
+
+    Not at once: Python calls hooks around a fork and drops what a signal's handler raises in one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        # What is pending comes now, to the list.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
+
+
+def become_deaf() -> None:
+    """For a rank: multiprocessing unblocks signals when it first spawns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _once(*_: object) -> None:

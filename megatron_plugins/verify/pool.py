@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_plugins.verify.interrupts import deaf_children
+from megatron_plugins.verify.interrupts import become_deaf, deaf_children
 
 GRACE_SECONDS = 2.0
 """After a rank has failed, the others have this long to speak."""
@@ -50,6 +50,7 @@ def backend_of(device: str, world: int) -> str:
 
 
 def _serve(pipe: Connection, device: str) -> None:
+    become_deaf()
     import patches.auto  # noqa: F401  before megatron is imported
 
     while (message := pipe.recv()) is not None:

@@ -43,7 +43,7 @@ def test_ctrl_c_ends_a_whole_model_check_in_one_line_and_leaves_no_rank(tmp_path
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
         assert process.returncode == 130
         assert said == "stopped by the user (Ctrl-C); nothing written\n"
         left = of_session(process.pid)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ENGINE = (sys.executable, "-W", "ignore", "-m", "megatron_plugins.verify.model.engine")
 
 
-ENDING_SECONDS = 10.0
+ENDING_SECONDS = 20.0
 """An engine that is asked to end has this long."""
 
 
