@@ -22,6 +22,7 @@ SPEC = ["megatron_plugins.layer_specs", "deterministic_gpt_layer_spec"]
 HYBRID_SPEC = ["megatron_plugins.hybrid_specs", "deterministic_hybrid_stack_spec"]
 """The same where the arguments describe a HybridModel."""
 WHOLE = (
+    "deterministic_aiter_gpt_layer_spec",
     "deterministic_gpt_layer_spec",
     "deterministic_gpt_layer_spec_two_lane",
     "deterministic_gpt_layer_spec_with_te_names",

@@ -11,6 +11,7 @@ deterministic_gpt_layer_spec                   parameter names of Megatron's loc
 deterministic_gpt_layer_spec_with_te_names     those of TransformerEngine's spec: norms inside the linears behind them,
                                                as frameworks that map names from Hugging Face expect
 deterministic_gpt_layer_spec_two_lane          the first, with dX of gate and up reduced separately (other bits)
+deterministic_aiter_gpt_layer_spec             the first, with core attention on AITER's kernels (other bits)
 =============================================  =========================================================================
 
 Specs of upstream's with one deterministic part, for mode stable: `local_layer_with_deterministic_ffn`, `…_linears`,
@@ -95,6 +96,13 @@ def get_deterministic_gpt_layer_spec_with_te_names(*_: Any, **__: Any) -> Module
     return spec
 
 
+def get_deterministic_aiter_gpt_layer_spec(*_: Any, **__: Any) -> ModuleSpec:
+    """The same with core attention on AITER's kernels, for AMD; other bits, and never in one run with the former."""
+    spec = get_deterministic_gpt_layer_spec()
+    spec.submodules.self_attention.submodules.core_attention = AiterCoreAttention
+    return spec
+
+
 def get_deterministic_gpt_decoder_block_spec(
     config: Any, *_: Any, vp_stage: int | None = None, **__: Any
 ) -> TransformerBlockSubmodules:
@@ -146,6 +154,7 @@ def _for_any_config(part: str, base: str) -> ModuleSpec:
 deterministic_gpt_layer_spec = get_deterministic_gpt_layer_spec()
 deterministic_gpt_layer_spec_two_lane = get_deterministic_gpt_layer_spec_two_lane()
 deterministic_gpt_layer_spec_with_te_names = get_deterministic_gpt_layer_spec_with_te_names()
+deterministic_aiter_gpt_layer_spec = get_deterministic_aiter_gpt_layer_spec()
 assert set(WHOLE) <= globals().keys()
 
 for _part in PARTS:
@@ -153,13 +162,3 @@ for _part in PARTS:
     # Norms of TransformerEngine's spec are inside its linears.
     if upstream.HAVE_TE and _part != "norms":
         globals()[f"te_layer_with_deterministic_{_part}"] = _for_any_config(_part, "te")
-
-
-def get_deterministic_aiter_gpt_layer_spec(*_: Any, **__: Any) -> ModuleSpec:
-    """The same with core attention on AITER's kernels, for AMD; other bits, and never in one run with the former."""
-    spec = get_deterministic_gpt_layer_spec()
-    spec.submodules.self_attention.submodules.core_attention = AiterCoreAttention
-    return spec
-
-
-deterministic_aiter_gpt_layer_spec = get_deterministic_aiter_gpt_layer_spec()

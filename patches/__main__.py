@@ -6,7 +6,9 @@ import argparse
 import importlib.util
 import json
 import runpy
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from patches import activation, report, schema
@@ -17,7 +19,19 @@ from patches.override import BINDING, MODES
 
 
 def _table(rows: list[list[str]]) -> str:
+    """Columns under their headings; one row below the other where the terminal is narrower than that."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    # A pipe or a file has no width.
+    columns = shutil.get_terminal_size((10_000, 24)).columns
+    if sum(widths) + 2 * len(widths) - 2 > columns:
+        lines = []
+        for row in rows[1:]:
+            named = ", ".join(f"{heading} {cell}" for heading, cell in zip(rows[0][1:], row[1:], strict=True))
+            lines += [
+                row[0],
+                *textwrap.wrap(named, max(columns, 24), initial_indent="    ", subsequent_indent="    "),
+            ]
+        return "\n".join(lines)
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
@@ -31,7 +45,10 @@ def _status(args: argparse.Namespace) -> int:
             json.dumps({"armed": armed_mode(), "enabled": activation.enabled(), "overrides": rows}, indent=2)
         )
         return 0
-    print(f"armed: {armed_mode() or 'no'}; enabled at interpreter start: {activation.enabled()}")
+    armed = (
+        armed_mode() or "no, so every state below is NOT_ARMED; a job's are in its determinism-ledger.json"
+    )
+    print(f"armed in this process: {armed}\nenabled at interpreter start: {activation.enabled()}")
     print(_table([["override", "state", "installed", "version", "modes"]] + [
         [r["id"], r["state"], r["installed"], r["version"] or "-", "+".join(r["modes"])] for r in rows
     ]))  # fmt: skip
@@ -208,7 +225,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m patches", description="The patch layer of deterministic-rocm."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    status = commands.add_parser("status", help="every override: id, target, state, fingerprint, why")
+    status = commands.add_parser(
+        "status", help="every override: what is installed, and its state in this process"
+    )
     status.add_argument("--json", action="store_true")
     status.set_defaults(call=_status)
     check = commands.add_parser(

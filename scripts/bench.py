@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "benchmarks")]
 
+from megatron_plugins.verify.interrupts import run_until_interrupted  # noqa: E402
+
 BENCHMARKS = {
     "collectives": "sums and gathers over ranks against the library's own",
     "ffn": "the feed-forward block against transformers' Qwen3MLP",
@@ -26,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, line in BENCHMARKS.items():
         importlib.import_module(name).add_arguments(commands.add_parser(name, help=line, description=line))
     args = parser.parse_args(argv)
-    return int(importlib.import_module(args.benchmark).run(args))
+    return run_until_interrupted(importlib.import_module(args.benchmark).run, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The ways to mend the LSE merge, measured side by side, and the table of docs/evidence/lse-merge.md made from it.
 
-    python scripts/lse_options.py measure {cpu,gpu,compiled} [--te-sources DIR] [--json FILE]
+    python scripts/lse_options.py measure {cpu,gpu,compiled} [--te-sources DIR] [--json [FILE]]
     python scripts/lse_options.py page [--check]
 
 Options (ROCm/TransformerEngine#693, #695, #708):
@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
 from te_overrides.kernels.bits import differing  # noqa: E402
 from te_overrides.kernels.lse_merge import ops  # noqa: E402
 
@@ -307,7 +308,7 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("place", choices=list(PLACES))
     measuring.add_argument("--te-sources", type=Path, metavar="DIR")
-    measuring.add_argument("--json", type=Path, metavar="FILE")
+    add_json(measuring)
     paging = commands.add_parser("page")
     paging.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -316,10 +317,7 @@ def main() -> None:
     if args.command == "page":
         page(args.check)
         return
-    text = json.dumps(measure(args.place, args.te_sources), indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    write_json(args.json or "-", measure(args.place, args.te_sources))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 import step0_report  # noqa: E402
+from megatron_plugins.verify.interrupts import run_until_interrupted  # noqa: E402
 from megatron_plugins.verify.model import command  # noqa: E402
 from megatron_plugins.verify.model.plan import SHAPES, Row, selected, why_not  # noqa: E402
+from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
 from megatron_plugins.verify.progress import Progress  # noqa: E402
 
 DTYPES = ("bf16", "fp32")
@@ -143,14 +145,19 @@ def main() -> None:
         "--only", action="append", default=[], metavar="LAYOUT", help="measure only these layouts"
     )
     parser.add_argument("--te-sources", type=Path, default=ROOT / ".venv" / "transformer-engine-sources")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    add_json(parser)
     args = parser.parse_args()
     if unknown := set(args.only) - set(LAYOUTS):
         parser.error(f"unknown layout {sorted(unknown)}; known: {sorted(LAYOUTS)}")
+    raise SystemExit(run_until_interrupted(run, args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; the exit status: 0 equal, 1 a mismatch of ours, 2 it did not finish."""
     layouts = [name for name in LAYOUTS if not args.only or name in args.only]
     start = time.monotonic()
     # With --json the report alone goes to standard output.
-    console = Console(stderr=args.json)
+    console = Console(stderr=args.json == "-")
     try:
         sides = [rows_of(side, layouts) for side in ("upstream", "ring", "deterministic")]
         total = len(DTYPES) * sum(len(rows) + 1 for rows in sides if rows) + 1
@@ -161,15 +168,14 @@ def main() -> None:
             progress.end(LSE, f"{lse['mismatched']:,} of {lse['total']:,} differ, {lse['seconds']:.1f} s")
     except EngineFailure as failure:
         print(f"The measurement did not finish.\n{failure}", file=sys.stderr)
-        raise SystemExit(2) from failure
+        return 2
     environment = step0_report.environment("CPU (gloo, one thread a rank)")
     environment["transformer-engine"] = _sources_version(args.te_sources)
     environment["seconds"] = round(time.monotonic() - start, 1)
     rows = build_rows(upstream, ours, lse, layouts)
     report = step0_report.write({"environment": environment, "rows": rows}, args.out, console)
-    if args.json:
-        print((args.out / "step0.json").read_text())
-    raise SystemExit(1 if report.failures() else 0)
+    write_json(args.json, json.loads((args.out / "step0.json").read_text()))
+    return 1 if report.failures() else 0
 
 
 def _sources_version(sources: Path) -> str:

@@ -1,6 +1,6 @@
 """What truncation does to a residual stream: 72 fused add+RMSNorm calls (36 layers x 2), on a CPU.
 
-    python scripts/reproduce_rmsnorm_bias.py [--json] [--plot FILE] [--rows N] [--seed N]
+    python scripts/reproduce_rmsnorm_bias.py [--json [FILE]] [--plot FILE] [--rows N] [--seed N]
 
 AITER's `rmsnorm2d_fwd_with_add` on gfx942 drops the low half of a float32 where it should round (ROCm/aiter#5151). The
 five rounding modes of its header are emulated bit by bit, and this project's `te_overrides.kernels.rmsnorm.add` runs
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -33,6 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json  # noqa: E402
 from te_overrides.kernels.bits import count_mismatches  # noqa: E402
 from te_overrides.kernels.rmsnorm.add import add_rmsnorm  # noqa: E402
 
@@ -308,7 +308,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (needs matplotlib)")
     parser.add_argument("--rows", type=int, default=64, help="rows of the stream (default 64)")
     parser.add_argument("--seed", type=int, default=0)
@@ -316,10 +316,9 @@ def main(arguments: list[str] | None = None) -> None:
     report = measure(options.rows, options.seed)
     if options.plot is not None:
         plot(report, options.plot)
-    if options.json:
-        print(json.dumps(report, indent=1))
-    else:
+    with json_alone(options.json):
         show(report)
+    write_json(options.json, report)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify.model.plan import COLUMNS
+from megatron_plugins.verify.tables import print_table
 
 MODEL_PARTS = COLUMNS
 # What a row about single functions of upstream may compare instead.
@@ -393,7 +394,7 @@ def write(given: Any, folder: Path, console: Console | None = None) -> Report:
     )
     (folder / "step0.md").write_text(markdown(report), encoding="utf-8")
     draw(report, folder / "step0.png")
-    console.print(table(report))
+    print_table(console, table(report))
     why = {row.upstream_why_absent: None for row in report.rows if row.upstream_why_absent}
     for reason in why:
         console.print(f"no upstream figure: {reason}", style="dim", markup=False)

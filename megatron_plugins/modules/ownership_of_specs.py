@@ -8,10 +8,10 @@ from megatron_plugins.modules.core_attention import DeterministicCoreAttention
 
 
 def is_deterministic_layer(spec: Any) -> bool:
-    """Whether a transformer layer's spec uses the deterministic core attention, the mark of our specs."""
+    """Whether a transformer layer's spec uses a deterministic core attention, the mark of our specs; AITER's is one."""
     attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
     core = getattr(getattr(attention, "submodules", None), "core_attention", None)
-    return core is DeterministicCoreAttention
+    return isinstance(core, type) and issubclass(core, DeterministicCoreAttention)
 
 
 def is_deterministic_block(block: Any) -> bool:

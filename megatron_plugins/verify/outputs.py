@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +51,21 @@ def output_file_or_stdout(text: str) -> str:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json [FILE]``, of every check: None without it, ``-`` without a file."""
+    """``--json [FILE]``, of every check and benchmark: None without it, ``-`` without a file."""
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", type=output_file_or_stdout,
         help="write the report as JSON there as well; without a file: to standard output, the table to standard error",
     )  # fmt: skip
 
 
-def write_json(asked: str | None, report: dict[str, Any], indent: int = 1) -> None:
+@contextlib.contextmanager
+def json_alone(asked: str | None) -> Iterator[None]:
+    """Where ``--json`` asked for standard output, whatever is printed inside goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if asked == "-" else contextlib.nullcontext():
+        yield
+
+
+def write_json(asked: str | None, report: Any, indent: int = 1) -> None:
     """Write `report` where ``--json`` asked for it."""
     text = json.dumps(report, indent=indent)
     if asked == "-":

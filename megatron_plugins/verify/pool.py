@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_plugins.verify.interrupts import become_deaf, deaf_children
+
 GRACE_SECONDS = 2.0
 """After a rank has failed, the others have this long to speak."""
 LOST_A_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -48,6 +50,7 @@ def backend_of(device: str, world: int) -> str:
 
 
 def _serve(pipe: Connection, device: str) -> None:
+    become_deaf()
     import patches.auto  # noqa: F401  before megatron is imported
 
     while (message := pipe.recv()) is not None:
@@ -113,7 +116,8 @@ class Pool(AbstractContextManager["Pool"]):
         for _ in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, self.device), daemon=True)
-            process.start()
+            with deaf_children():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

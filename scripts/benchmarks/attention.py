@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_plugins.verify.outputs import output_file
+from megatron_plugins.verify.outputs import add_json, write_json
+from megatron_plugins.verify.tables import print_table
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=300.0, help="time that all cells may take together")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write the result, and .md and .png beside it"
-    )
+    add_json(parser)
 
 
 def _cudnn(x: list[Any], each_group: bool = False) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -296,7 +294,8 @@ def run(args: argparse.Namespace) -> int:
     """0: measured. 1: bits differ. 2: nothing ran."""
     import torch
 
-    console = Console()
+    # With --json the report alone goes to standard output.
+    console = Console(stderr=args.json == "-")
     if not torch.cuda.is_available():
         console.print("not run: sought a GPU that torch can use, found none", markup=False)
         return 2
@@ -337,16 +336,19 @@ def run(args: argparse.Namespace) -> int:
             _write(report, args.json)
     _show(report, console)
     _write(report, args.json)
+    if args.json == "-":
+        write_json(args.json, report)
     ran = [cell for cell in report["cells"].values() if "skipped" not in cell]
     return 1 if any(not cell["ms"] for cell in ran) else 0 if ran else 2
 
 
-def _write(report: dict[str, Any], path: Path | None) -> None:
-    """JSON, Markdown and plot; after every cell, so that a run that is cut short leaves what it measured."""
-    if path is None:
+def _write(report: dict[str, Any], asked: str | None) -> None:
+    """JSON into a file, Markdown and plot beside it; after every cell, so that a run that is cut short leaves what it
+    measured."""
+    if asked in (None, "-"):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(asked, report)
+    path = Path(asked)
     path.with_suffix(".md").write_text(markdown(report))
     plot(report, path.with_suffix(".png"))
 
@@ -361,7 +363,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
             notes.append(f"{row[0]}: {row[1]}")
         else:
             table.add_row(*row)
-    console.print(table)
+    print_table(console, table)
     absent = {s: why for cell in report["cells"].values() for s, why in cell.get("absent", {}).items()}
     notes += [f"not run: {side} ({why})" for side, why in absent.items()]
     for d, found in report["errors"].items():

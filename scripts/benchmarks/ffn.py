@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify import pool as ranks
-from megatron_plugins.verify.outputs import output_file
+from megatron_plugins.verify.outputs import add_json
 from megatron_plugins.verify.progress import Progress
+from megatron_plugins.verify.tables import print_table
 
 ROWS = (1, 8, 32, 512, 2048, 4096, 8192)
 FULL, SMALL = {"hidden": 4096, "intermediate": 12288}, {"hidden": 64, "intermediate": 128}
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="M")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--path-budget-seconds", type=float, default=120.0, help="for all cells of a path")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="for scripts/report.py")
+    add_json(parser)
 
 
 def plan(rows: list[int]) -> list[tuple[int, int, bool]]:
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure; 1 if bits differ, 2 if there is no such device or no cell ran."""
     import torch
 
-    console = Console()
+    # With --json the report alone goes to standard output.
+    console = Console(stderr=args.json == "-")
     if args.device == "cuda" and not torch.cuda.is_available():
         console.print("[bold]not run[/]: sought a GPU that torch can use, found none")
         return 2
@@ -160,7 +162,7 @@ def show(found: results.Results, console: Console) -> None:
             cell.name, f"{cell.ms[cell.peer]:.4f}", f"{cell.ms['ours']:.4f}", f"{cell.ratio():.3f}",
             f"{cell.mismatched:,} of {cell.compared:,}",
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     for cell in found.cells:
         if cell.skipped is not None:
             console.print(

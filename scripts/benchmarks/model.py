@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_plugins.verify.model.plan import SHAPES, Shape  # noqa: E402
-from megatron_plugins.verify.outputs import output_file  # noqa: E402
+from megatron_plugins.verify.outputs import add_json, write_json  # noqa: E402
+from megatron_plugins.verify.tables import print_table  # noqa: E402
 
 SIDES = {
     "upstream": "Megatron, local spec",
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="time that all cells may take together")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result there")
+    add_json(parser)
 
 
 def flops(shape: Shape) -> float:
@@ -126,7 +127,7 @@ def _show_times(ran: dict[str, Any], ours: Any, console: Console) -> None:
             f"{ours[key] / cell[key]:.2f}" for side, cell in ran.items() if side != "deterministic" and ours
         ]
         totals.add_row(name, *values, *ratios)
-    console.print(totals)
+    print_table(console, totals)
     parts = Table(title="GPU time by part, ms: forward / backward", box=None, title_style="bold")
     parts.add_column("part")
     for side in ran:
@@ -138,7 +139,7 @@ def _show_times(ran: dict[str, Any], ours: Any, console: Console) -> None:
             part = cell["parts_ms"].get(name)
             shown.append("-" if part is None else f"{part['forward']:.2f} / {part['backward']:.2f}")
         parts.add_row(name, *shown)
-    console.print(parts)
+    print_table(console, parts)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         cells[side] = {"skipped": why} if why else measure(side, shape, args.repeats, left)
         cells[side]["price_s"] = round(cost, 1)
     report = {"shape": asdict(shape), "flops_a_step": flops(shape), "cells": cells}
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    show(report, Console())
+    # With --json the report alone goes to standard output.
+    show(report, Console(stderr=args.json == "-"))
+    write_json(args.json, report)
     return 2 if "skipped" in cells.get("deterministic", {"skipped": ""}) else 0

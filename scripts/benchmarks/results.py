@@ -156,8 +156,11 @@ def load(file: Path) -> Results:
     return parse(file.read_text(), str(file))
 
 
-def save(results: Results, file: Path) -> None:
-    """Write a file that `load` takes."""
-    text = json.dumps(asdict(results), indent=1) + "\n"
+def save(results: Results, file: Path | str) -> None:
+    """Write a file that `load` takes; ``-`` is standard output."""
+    text = json.dumps(asdict(results), indent=1)
     parse(text, str(file))
-    file.write_text(text)
+    if file == "-":
+        print(text)
+    else:
+        Path(file).write_text(text + "\n")

@@ -1,6 +1,6 @@
 """Attention on this GPU: bits first, then error against float64, then time against cuDNN's attention.
 
-    python scripts/gpu/attention_checks.py [--json FILE] [--no-times] [--processes N] [--only TEXT …]
+    python scripts/gpu/attention_checks.py [--json [FILE]] [--no-times] [--processes N] [--only TEXT …]
 
 Bits (attention_bits.py): CP 1/2/4/8 times TP 1/2/4/8 in both layouts, batch composition, 100 repeats beside other
 work, every launch of a class and free variations of it, Hopper's kernels against the portable ones, packed sequences
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from attention_bits import CASES, CAUSAL, NAMES, everything, operands, whole
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.attention import kernel
 from te_overrides.kernels.attention.launch_table import Entries, entries_for
@@ -283,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="file to write")
+    add_json(parser)
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--processes", type=int, default=12, help="cases that run side by side")
     parser.add_argument(
@@ -299,33 +300,34 @@ def main() -> None:
     if args.case:
         print(json.dumps(run_case(args.case)))
         return
-    found = bit_checks(args.processes, args.only, args.case_seconds)
-    checks = [row for case in found for row in case["rows"]]
-    bad = [row for row in checks if row[1]]
-    broken = [case["case"] for case in found if "failed" in case]
-    print(
-        f"{len(checks)} bit checks, {len(bad)} with mismatches, {sum(row[2] for row in checks):,} elements; "
-        f"cases that did not run: {broken or 'none'}",
-        flush=True,
-    )
-    environment = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "hip": torch.version.hip,
-        "results": NAMES,
-    }
-    report: dict[str, Any] = {"environment": environment, "bits": [summary(case) for case in found]}
-    stages: dict[str, Callable[[], Any]] = {}
-    if torch.version.hip is None:
-        stages["errors"] = errors
-        if not args.no_times:
-            stages |= {"times": lambda: times(args.head_dims), "packed": packed_times}
-    for name, stage in stages.items():
-        report[name] = stage()
-        # After each, so that a run that is cut short leaves what it measured.
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    with json_alone(args.json):
+        found = bit_checks(args.processes, args.only, args.case_seconds)
+        checks = [row for case in found for row in case["rows"]]
+        bad = [row for row in checks if row[1]]
+        broken = [case["case"] for case in found if "failed" in case]
+        print(
+            f"{len(checks)} bit checks, {len(bad)} with mismatches, {sum(row[2] for row in checks):,} elements; "
+            f"cases that did not run: {broken or 'none'}",
+            flush=True,
+        )
+        environment = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "hip": torch.version.hip,
+            "results": NAMES,
+        }
+        report: dict[str, Any] = {"environment": environment, "bits": [summary(case) for case in found]}
+        stages: dict[str, Callable[[], Any]] = {}
+        if torch.version.hip is None:
+            stages["errors"] = errors
+            if not args.no_times:
+                stages |= {"times": lambda: times(args.head_dims), "packed": packed_times}
+        for name, stage in stages.items():
+            report[name] = stage()
+            # After each, so that a run that is cut short leaves what it measured.
+            if args.json != "-":
+                write_json(args.json, report)
+    write_json(args.json, report)
     raise SystemExit(bool(bad or broken))
 
 

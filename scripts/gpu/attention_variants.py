@@ -1,6 +1,6 @@
 """Free launch parameters of the portable attention kernels on this GPU: bits first, then time against cuDNN.
 
-    python scripts/gpu/attention_variants.py [--json FILE] [--head-dims 128 …] [--lengths 2048 4096]
+    python scripts/gpu/attention_variants.py [--json [FILE]] [--head-dims 128 …] [--lengths 2048 4096]
 
 Keys of a forward tile stay what they are, since they decide bits; rows, warps, stages and, in backward, the other
 side's tile vary, with and without the mask of a sequence's last tile. Every candidate must have the bits of the table's
@@ -11,7 +11,6 @@ reported. Exit status 1 when one has other bits, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from attention_bits import CAUSAL, operands, whole
 from attention_checks import GROUPS, HEADS, candidates, race
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.attention import kernel
 from te_overrides.kernels.attention.launch_table import Launch, entries_for
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="file to write")
+    add_json(parser)
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096])
     parser.add_argument(
@@ -210,10 +210,9 @@ def main() -> None:
         one(which, int(d), int(index), bool(int(tail)))
         return
     arch = architecture(torch.device("cuda", 0))
-    rows = sweep(args.head_dims, args.lengths, arch)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    with json_alone(args.json):
+        rows = sweep(args.head_dims, args.lengths, arch)
+    write_json(args.json, rows)
     raise SystemExit(any("differ" in row for row in rows))
 
 

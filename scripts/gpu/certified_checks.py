@@ -1,6 +1,6 @@
 """Library products on this GPU: which shapes of the FFN are certified, whether they stay equal, what they gain.
 
-    python scripts/gpu/certified_checks.py [--json FILE] [--seconds N] [--draws N]
+    python scripts/gpu/certified_checks.py [--json [FILE]] [--seconds N] [--draws N]
 
 Every certified product is compared with ours again on fresh numbers, N times. Times are medians of one run, ours and
 the library's interleaved. Exit status 1 when a certified product differs later, 2 without a GPU.
@@ -9,7 +9,6 @@ the library's interleaved. Exit status 1 when a certified product differs later,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from timing import median_ms
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.gemm import ops
 from te_overrides.kernels.gemm.certified import Certificates, Torch
@@ -79,53 +79,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--draws", type=int, default=5)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
-    deadline, rows = time.monotonic() + args.seconds, []
-    with tempfile.TemporaryDirectory() as folder:
-        found = Certificates(Torch(), ops.own_one_lane, Path(folder))
-        for m in (4096, 8, 32, 512, 2048, 8192, 1):
-            for name, (a, b) in products(m).items():
-                if time.monotonic() > deadline:
-                    rows.append({"product": name, "rows": m, "skipped": "the time was up"})
-                    continue
-                try:
-                    rows.append(check(name, m, a, b, found, args.draws))
-                except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                    rows.append(
-                        {"product": name, "rows": m, "error": f"{type(error).__name__}: {error}"[:300]}
-                    )
-                row = rows[-1]
-                said = row.get("certificate", {})
-                print(
-                    name, m, row.get("error") or row.get("obstacle") or said.get("refused") or "equal",
-                    row.get("later"),
-                    {k: round(v, 4) for k, v in row.get("ms", {}).items()},
-                    [k[:60] for k in said.get("kernels", ())],
-                    flush=True,
-                )  # fmt: skip
-        again = (
-            [
-                (key.shape, before.equal, now.equal)
-                for key, before, now in found.recheck(torch.device("cuda", 0))
-            ]
-            if time.monotonic() < deadline
-            else []
-        )
-        print("tried again:", len(again), "changed:", [row for row in again if row[1] != row[2]])
+    with json_alone(args.json):
+        deadline, rows = time.monotonic() + args.seconds, []
+        with tempfile.TemporaryDirectory() as folder:
+            found = Certificates(Torch(), ops.own_one_lane, Path(folder))
+            for m in (4096, 8, 32, 512, 2048, 8192, 1):
+                for name, (a, b) in products(m).items():
+                    if time.monotonic() > deadline:
+                        rows.append({"product": name, "rows": m, "skipped": "the time was up"})
+                        continue
+                    try:
+                        rows.append(check(name, m, a, b, found, args.draws))
+                    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                        rows.append(
+                            {"product": name, "rows": m, "error": f"{type(error).__name__}: {error}"[:300]}
+                        )
+                    row = rows[-1]
+                    said = row.get("certificate", {})
+                    print(
+                        name, m, row.get("error") or row.get("obstacle") or said.get("refused") or "equal",
+                        row.get("later"),
+                        {k: round(v, 4) for k, v in row.get("ms", {}).items()},
+                        [k[:60] for k in said.get("kernels", ())],
+                        flush=True,
+                    )  # fmt: skip
+            again = (
+                [
+                    (key.shape, before.equal, now.equal)
+                    for key, before, now in found.recheck(torch.device("cuda", 0))
+                ]
+                if time.monotonic() < deadline
+                else []
+            )
+            print("tried again:", len(again), "changed:", [row for row in again if row[1] != row[2]])
     report = {
         "device": torch.cuda.get_device_name(),
         "library": Torch().version(),
         "rows": rows,
         "again": again,
     }
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     raise SystemExit(any(row.get("later", [0])[0] for row in rows) or any(b and not n for _, b, n in again))
 
 

@@ -1,6 +1,6 @@
 """The FFN on this GPU: the Hopper kernel against the portable one, SwiGLU against its reference, then speed.
 
-    python scripts/gpu/ffn_checks.py [--json FILE] [--only bits|times] [--seconds N] [--processes N]
+    python scripts/gpu/ffn_checks.py [--json [FILE]] [--only bits|times] [--seconds N] [--processes N]
 
 Bits: products of every layout, lane count, tail and tile; SwiGLU on all 65,536 bf16 and fp16 gates. Times: products
 against the vendor library, the whole FFN forward and forward plus backward against transformers' Qwen3MLP (hidden 4096,
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemm_checks import median_ms, randn
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.gemm import gated_kernel, ops
@@ -447,7 +448,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     parser.add_argument("--only", choices=("bits", "times"))
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--processes", type=int, default=8)
@@ -461,17 +462,17 @@ def main() -> None:
     if args.group is not None:
         print(json.dumps(run_group(args.group)))
         return
-    rows = [] if args.only == "times" else bit_checks(args.processes, args.seconds)
-    bad = [row for row in rows if row["mismatched"]]
-    total = sum(row["total"] for row in rows)
-    print(f"{len(rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
-    found = times(deadline) if args.only != "bits" and not bad else []
+    with json_alone(args.json):
+        rows = [] if args.only == "times" else bit_checks(args.processes, args.seconds)
+        bad = [row for row in rows if row["mismatched"]]
+        total = sum(row["total"] for row in rows)
+        print(f"{len(rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
+        found = times(deadline) if args.only != "bits" and not bad else []
     report = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "bits": rows, "times": found,
     }  # fmt: skip
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     raise SystemExit(bool(bad))
 
 

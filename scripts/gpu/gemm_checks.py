@@ -1,6 +1,6 @@
 """The portable GEMM on this GPU: bits first, then time against the vendor library in the same run.
 
-    python scripts/gpu/gemm_checks.py [--json FILE] [--no-times]
+    python scripts/gpu/gemm_checks.py [--json [FILE]] [--no-times]
 
 Bits: every launch entry and some tiles beyond the table, rows alone against rows in a batch, subtrees of TP ranks
 joined against the unsharded tree, K tails, packed segments, transposed operands, repeats. Exit status 1 when an element
@@ -10,7 +10,6 @@ differs, 2 without a GPU. Times are medians of CUDA events on random data; the r
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.architecture import architecture
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.gemm.kernel import lane_tree, one_lane
@@ -162,30 +162,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, help="file to write")
+    add_json(parser)
     parser.add_argument("--no-times", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
-    torch.manual_seed(0)
-    arch = architecture(torch.device("cuda", 0))
-    bits = bit_checks(arch)
-    bad = [row for row in bits if row["mismatched"]]
-    print(
-        f"{len(bits)} bit checks on {arch}, {len(bad)} with mismatches, {sum(r['total'] for r in bits):,} elements",
-        flush=True,
-    )
-    times = [] if args.no_times or bad else time_checks()
-    if args.json:
-        device = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "hip": torch.version.hip,
-        }
-        args.json.write_text(
-            json.dumps({"environment": device, "bits": bits, "times": times}, indent=1) + "\n"
+    with json_alone(args.json):
+        torch.manual_seed(0)
+        arch = architecture(torch.device("cuda", 0))
+        bits = bit_checks(arch)
+        bad = [row for row in bits if row["mismatched"]]
+        print(
+            f"{len(bits)} bit checks on {arch}, {len(bad)} with mismatches, {sum(r['total'] for r in bits):,} elements",
+            flush=True,
         )
+        times = [] if args.no_times or bad else time_checks()
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "hip": torch.version.hip}
+    write_json(args.json, {"environment": device, "bits": bits, "times": times})
     raise SystemExit(bool(bad))
 
 

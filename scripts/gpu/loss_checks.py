@@ -1,6 +1,6 @@
 """Vocabulary loss and embedding on this GPU: bits against the references, then times against the usual loss.
 
-    python scripts/gpu/loss_checks.py [--json FILE] [--only bits|times] [--seconds N]
+    python scripts/gpu/loss_checks.py [--json [FILE]] [--only bits|times] [--seconds N]
 
 Bits: the fused exponential for every float32 that a difference from the largest logit can be; log-probabilities and
 gradients of bf16, fp16 and float32 logits at TP 1, 2, 4 and 8 (slices on one GPU), with padded columns, rows alone
@@ -13,7 +13,6 @@ without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ffn_checks import Rows
 from gemm_checks import median_ms
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.cross_entropy import kernel, narrow, ops, reference
 from te_overrides.kernels.embedding import kernel as embedding_kernel
 from te_overrides.kernels.embedding import reference as embedding_reference
@@ -304,38 +304,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     parser.add_argument("--only", choices=("bits", "times"))
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
-    deadline = time.monotonic() + args.seconds
-    torch.manual_seed(0)
-    rows = Rows()
-    if args.only != "times":
-        for check in (exponential_checks, loss_checks, embedding_checks):
-            try:
-                check(rows)
-            except EXPECTED as error:
-                rows.rows.append(
-                    {"check": check.__name__, "mismatched": 1, "total": 1, "error": f"{error!r}"[:600]}
-                )
-            print(f"{check.__name__}: {time.monotonic() - deadline + args.seconds:.1f} s", flush=True)
-    bad = [row for row in rows.rows if row["mismatched"]]
-    for row in bad[:20]:
-        print(row, flush=True)
-    total = sum(row["total"] for row in rows.rows)
-    print(f"{len(rows.rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
-    # Times of wrong kernels say where to look, and are no result.
-    found = times(deadline) if args.only != "bits" else []
+    with json_alone(args.json):
+        deadline = time.monotonic() + args.seconds
+        torch.manual_seed(0)
+        rows = Rows()
+        if args.only != "times":
+            for check in (exponential_checks, loss_checks, embedding_checks):
+                try:
+                    check(rows)
+                except EXPECTED as error:
+                    rows.rows.append(
+                        {"check": check.__name__, "mismatched": 1, "total": 1, "error": f"{error!r}"[:600]}
+                    )
+                print(f"{check.__name__}: {time.monotonic() - deadline + args.seconds:.1f} s", flush=True)
+        bad = [row for row in rows.rows if row["mismatched"]]
+        for row in bad[:20]:
+            print(row, flush=True)
+        total = sum(row["total"] for row in rows.rows)
+        print(f"{len(rows.rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
+        # Times of wrong kernels say where to look, and are no result.
+        found = times(deadline) if args.only != "bits" else []
     report = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "bits": rows.rows, "times": found,
     }  # fmt: skip
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     raise SystemExit(bool(bad))
 
 

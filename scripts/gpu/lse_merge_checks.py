@@ -1,6 +1,6 @@
 """The LSE merge and portable math on this GPU: bits first, then speed.
 
-    python scripts/gpu/lse_merge_checks.py [--json FILE] [--te-sources DIR] [--quick] [CHECK …]
+    python scripts/gpu/lse_merge_checks.py [CHECK …] [--json [FILE]] [--te-sources DIR] [--quick]
 
 Checks, in this order; a broken one ends with exit status 1, and no speed is measured after it:
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import sys
 import time
@@ -32,6 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_plugins.verify.outputs import add_json, write_json
 from te_overrides.kernels.bits import count_mismatches, differing
 from te_overrides.kernels.lse_merge import ops, reference
 from te_overrides.kernels.portable_math import reference as portable
@@ -414,7 +414,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checks", nargs="*", default=list(CHECKS), metavar="CHECK")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     parser.add_argument("--te-sources", type=Path, metavar="DIR")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -441,10 +441,7 @@ def main() -> None:
             break
         finally:
             print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    write_json(args.json or "-", report)
     if broken:
         print(f"BROKEN: {broken}", file=sys.stderr)
     raise SystemExit(bool(broken))

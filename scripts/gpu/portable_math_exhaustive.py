@@ -1,6 +1,6 @@
 """Largest error of the portable functions over all 2^32 float32 inputs, on this GPU.
 
-    python scripts/gpu/portable_math_exhaustive.py [--json] [FUNCTION …]
+    python scripts/gpu/portable_math_exhaustive.py [FUNCTION …] [--json [FILE]]
 
 Compared with the float64 function of the GPU's own library: its error, a few units of float64's last place, is 2^-28 of
 a float32 unit, so the figure is good to eight digits. Contract: below 0.51 ULP. Inputs whose exact result is NaN,
@@ -11,7 +11,6 @@ contract is broken, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_plugins.verify.outputs import add_json, write_json
 from te_overrides.kernels.portable_math import reference as math
 
 TRIG_LIMIT = 2.0**20
@@ -71,7 +71,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("functions", nargs="*", default=list(LIBRARY), metavar="FUNCTION")
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     if unknown := set(args.functions) - set(LIBRARY):
         parser.error(f"unknown function {sorted(unknown)}; known: {sorted(LIBRARY)}")
@@ -83,12 +83,7 @@ def main() -> None:
         start = time.monotonic()
         rows.append(measure(name))
         print(f"{rows[-1]}  ({time.monotonic() - start:.1f} s)", file=sys.stderr, flush=True)
-    if args.json:
-        print(
-            json.dumps(
-                {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, indent=1
-            )
-        )
+    write_json(args.json, {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows})
     raise SystemExit(any(row["max_ulp"] >= BOUND or row["wrong_special_values"] for row in rows))
 
 

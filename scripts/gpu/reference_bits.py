@@ -1,6 +1,6 @@
 """Do the plain-torch references compute the same bits on this GPU as on the CPU?
 
-    python scripts/gpu/reference_bits.py [--json]
+    python scripts/gpu/reference_bits.py [--json [FILE]]
 
 Elementwise operations, chains, trees and rows are portable by construction; this runs each of them on both devices with
 the same inputs and counts differing elements. Exit status 1 when one differs, 2 without a GPU. On ROCm the same command
@@ -10,7 +10,6 @@ applies (torch calls its devices "cuda" there too).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.attention import reference as attention
 from te_overrides.kernels.attention.reference import Mask
 from te_overrides.kernels.bits import count_mismatches
@@ -128,31 +128,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true")
+    add_json(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
-    rows = []
-    for name, case in cases().items():
-        start = time.monotonic()
-        counts = [count_mismatches(g.detach().cpu(), w.detach()) for g, w in zip(
-            case(torch.device("cuda")), case(torch.device("cpu")), strict=True
-        )]  # fmt: skip
-        rows.append(
-            {"case": name, "mismatched": sum(c[0] for c in counts), "total": sum(c[1] for c in counts)}
-        )
-        if not args.json:
+    with json_alone(args.json):
+        rows = []
+        for name, case in cases().items():
+            start = time.monotonic()
+            counts = [count_mismatches(g.detach().cpu(), w.detach()) for g, w in zip(
+                case(torch.device("cuda")), case(torch.device("cpu")), strict=True
+            )]  # fmt: skip
+            rows.append(
+                {"case": name, "mismatched": sum(c[0] for c in counts), "total": sum(c[1] for c in counts)}
+            )
             row = rows[-1]
             print(
                 f"{row['mismatched']:>10,} of {row['total']:>10,} differ  {name}  ({time.monotonic() - start:.1f} s)",
                 flush=True,
             )
-    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "hip": torch.version.hip}
-    if args.json:
-        print(json.dumps({"environment": device, "rows": rows}, indent=1))
-    else:
+        device = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "hip": torch.version.hip,
+        }
         print(device)
+    write_json(args.json, {"environment": device, "rows": rows})
     raise SystemExit(any(row["mismatched"] for row in rows))
 
 

@@ -1,6 +1,6 @@
 """Norms, RoPE, sums over tokens and SwiGLU on this GPU: bits of the kernels against the references, then speed.
 
-    python scripts/gpu/rows_checks.py [--json FILE] [--only bits|times] [--seconds N] [--processes N] [--launches]
+    python scripts/gpu/rows_checks.py [--json [FILE]] [--only bits|times] [--seconds N] [--processes N] [--launches]
 
 Bits: RMSNorm, add+RMSNorm and their gradients for rows of 64 to 32,768 columns, norms over heads, both forms of the
 weight, bf16, fp16 and float32, rows alone against rows in a batch, repeats; RoPE in both forms and directions; chains
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import multiprocessing
 import sys
 import time
@@ -31,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gemm_checks import median_ms, randn
 
+from megatron_plugins.verify.outputs import add_json, json_alone, write_json
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.granules import kernel as granules_kernel
 from te_overrides.kernels.granules import reference as granules_reference
@@ -420,7 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     parser.add_argument("--only", choices=("bits", "times"))
     parser.add_argument(
         "--widths", type=int, nargs="+", default=list(WIDTHS), help="columns of the bit checks"
@@ -432,25 +432,30 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
         raise SystemExit(2)
-    deadline = time.monotonic() + args.seconds
-    groups = bit_groups(args.widths) if args.only != "times" else []
-    cells = [(warm, index, args.launches) for index in range(len(CELLS))] if args.only != "bits" else []
-    answers = parallel([*groups, *cells], args.processes, deadline - (0.25 * args.seconds if cells else 0.0))
-    rows = [row for name, rows in answers if name == "run_group" for row in rows]
-    if sum(name == "run_group" for name, _ in answers) < len(groups):
-        rows.append({"check": "all groups", "mismatched": 1, "total": 1, "error": "the time was up"})
-    bad = [row for row in rows if row["mismatched"]]
-    for line in [*bad, *(problem for name, problems in answers if name == "warm" for problem in problems)]:
-        print(line, flush=True)
-    total = sum(row["total"] for row in rows)
-    print(f"{len(rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
-    found = times(deadline, args.launches) if cells else []
+    with json_alone(args.json):
+        deadline = time.monotonic() + args.seconds
+        groups = bit_groups(args.widths) if args.only != "times" else []
+        cells = [(warm, index, args.launches) for index in range(len(CELLS))] if args.only != "bits" else []
+        answers = parallel(
+            [*groups, *cells], args.processes, deadline - (0.25 * args.seconds if cells else 0.0)
+        )
+        rows = [row for name, rows in answers if name == "run_group" for row in rows]
+        if sum(name == "run_group" for name, _ in answers) < len(groups):
+            rows.append({"check": "all groups", "mismatched": 1, "total": 1, "error": "the time was up"})
+        bad = [row for row in rows if row["mismatched"]]
+        for line in [
+            *bad,
+            *(problem for name, problems in answers if name == "warm" for problem in problems),
+        ]:
+            print(line, flush=True)
+        total = sum(row["total"] for row in rows)
+        print(f"{len(rows)} bit checks, {len(bad)} with mismatches, {total:,} elements", flush=True)
+        found = times(deadline, args.launches) if cells else []
     report = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
         "bits": rows, "times": found,
     }  # fmt: skip
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(args.json, report)
     raise SystemExit(bool(bad))
 
 

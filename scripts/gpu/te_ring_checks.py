@@ -1,6 +1,6 @@
 """The merge inside TransformerEngine's own context-parallel attention, with its real compiled kernels.
 
-    python scripts/gpu/te_ring_checks.py [--ranks 2] [--json FILE]
+    python scripts/gpu/te_ring_checks.py [--ranks 2] [--json [FILE]]
 
 Needs an installed TransformerEngine and a GPU. Mode `stable` keeps upstream's ring and replaces what merges its steps.
 Each rank is a process; on a machine with fewer GPUs than ranks they share one, and the ring's messages go through the
@@ -18,7 +18,6 @@ than upstream's own by more than a tenth. Exit status 2 without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -177,11 +176,13 @@ def rank_main(rank: int, ranks: int, armed: bool, store: str, found: Any) -> Non
 
 
 def main() -> None:
+    from megatron_plugins.verify.outputs import add_json, write_json
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_json(parser)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: sought a GPU that torch can use, found none", file=sys.stderr)
@@ -199,10 +200,7 @@ def main() -> None:
                 arguments = (args.ranks, armed, f"{folder}/store", found)
                 torch.multiprocessing.spawn(rank_main, arguments, nprocs=args.ranks)
             reports[name] = dict(found)
-    text = json.dumps(reports, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n")
+    write_json(args.json or "-", reports)
     broken = []
     for layout in ("sbhd", "thd"):
         ours, upstream = reports["ours"][layout], reports["upstream"][layout]

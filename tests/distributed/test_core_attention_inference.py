@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fake_aiter
 from bits import assert_equal_bits
 from procs import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 ARMED: dict[str, Any] = {
     "env": {"DETERMINISTIC_ROCM": "invariant"},
     "imports": ("patches.auto", "megatron.core.models.gpt"),
@@ -135,27 +136,33 @@ def test_decode_over_pages_has_the_bits_of_prefill_and_capability_is_dispatch() 
     run_ranks(1, _decode, **ARMED)
 
 
-def _aiter_model(rank: int, world_size: int, folder: str) -> None:
-    """A layer's attention on the AITER core, over a real context-parallel group of upstream's parallel_state."""
-    aiter_attention = fake_aiter.core_over(folder).aiter_attention
+def _aiter_model(
+    rank: int, world_size: int, folder: str, tp: int, cp: int
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Whole results of a GPT whose spec takes the AITER core, after its gate; and what rank 0 gets asked to compute."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from megatron_plugins.verify.model import on_cpu
+
+    on_cpu.install()
+    fake_aiter.core_over(folder)
+    import small_model
     from megatron_plugins.layer_specs import deterministic_aiter_gpt_layer_spec
-    from megatron_plugins.modules.aiter_core_attention import AiterCoreAttention
 
-    core = _attention(world_size).core_attention
-    assert (
-        deterministic_aiter_gpt_layer_spec.submodules.self_attention.submodules.core_attention
-        is AiterCoreAttention
-    )
-    core.__class__ = AiterCoreAttention
-    from te_overrides.kernels.zigzag.reference import from_canonical
-
-    generator = torch.Generator().manual_seed(5)
-    whole = [torch.randn(32, 1, n, D, generator=generator).bfloat16() for n in (HEADS, GROUPS, GROUPS)]
-    want, _ = aiter_attention(*whole, softmax_scale=core.softmax_scale)
-    got = core(*(from_canonical(x, world_size, rank, "zigzag") for x in whole))
-    mine = from_canonical(want, world_size, rank, "zigzag").flatten(2)
-    assert_equal_bits(got, mine, f"AITER core in a layer, rank {rank} of {dist.get_world_size()}")
+    layout = small_model.layout_of(tp, cp)
+    small_model.initialize(layout)
+    model = small_model.build(layout, torch.bfloat16, deterministic_aiter_gpt_layer_spec)
+    results = small_model.run_model(model, layout, small_model.byte_tokens(ROOT / "docs", 1))
+    assert model.deterministic_gate_passed
+    launched = [call[0] for call in sys.modules["aiter.ops.mha"].CALLS]
+    gradients = results.pop("gradients")
+    return {**results, **gradients}, launched
 
 
-def test_a_layer_on_the_aiter_core_has_the_bits_of_one_rank(tmp_path: Path) -> None:
-    run_ranks(4, _aiter_model, fake_aiter.write(tmp_path), **ARMED)
+def test_a_model_on_the_aiter_core_passes_the_gate_and_has_the_bits_of_one_rank(tmp_path: Path) -> None:
+    folder = fake_aiter.write(tmp_path)
+    ((want, launched),) = run_ranks(1, _aiter_model, folder, 1, 1, **ARMED)
+    assert {"forward", "backward"} <= set(launched)
+    got = run_ranks(4, _aiter_model, folder, 2, 2, **ARMED)[0][0]
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_equal_bits(got[name], tensor, f"AITER core, TP2xCP2: {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,14 +36,15 @@ def test_a_report_shows_ratios_what_differed_and_what_did_not_run(tmp_path: Path
     assert rows[1] == ["d128 S1024", "backward", "2.0000 (1.00)", "2.0000 (1.00)", "5.0000 (2.50)"]
     assert rows[2][1] == "bits differ, not timed: {'against portable': [3, 9]}"
     assert rows[3][1] == "not run: 2 s are left of --seconds 3 (priced at 41 s)"
-    bench._write(REPORT, tmp_path / "out" / "bench.json")
+    (tmp_path / "out").mkdir()
+    bench._write(REPORT, str(tmp_path / "out" / "bench.json"))
     page = (tmp_path / "out" / "bench.md").read_text()
     assert page.count("\n| ") == 5 and "priced at 41 s" in page and "out 2.000e-03 / 2.100e-03" in page
     assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
 
 
 def test_a_cell_is_priced_by_its_work_and_skipped_when_the_time_is_spent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
 
@@ -61,16 +63,25 @@ def test_a_cell_is_priced_by_its_work_and_skipped_when_the_time_is_spent(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     args = SimpleNamespace(
-        lengths=[1024, 65536], head_dims=[128], heads=32, groups=8, seconds=60.0, json=tmp_path / "bench.json"
+        lengths=[1024, 65536],
+        head_dims=[128],
+        heads=32,
+        groups=8,
+        seconds=60.0,
+        json=str(tmp_path / "bench.json"),
     )
     assert bench.run(args) == 1 and measured == ["d128 S1024"]
     assert "priced at" in (tmp_path / "bench.md").read_text()
-    args.seconds = 1.0
+    args.seconds, args.json = 1.0, "-"
+    capsys.readouterr()
     assert bench.run(args) == 2 and measured == ["d128 S1024"]
+    shown = capsys.readouterr()
+    assert set(json.loads(shown.out)["cells"]) == {"d128 S1024", "d128 S65536"}, "the report alone"
+    assert "not run" in shown.err
 
 
 def test_without_a_gpu_nothing_reads_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.run(SimpleNamespace()) == 2
+    assert bench.run(SimpleNamespace(json=None)) == 2

@@ -214,6 +214,27 @@ def test_the_command_line_answers_without_torch(arguments: list[str]) -> None:
         assert len(json.loads(done.stdout)["overrides"]) == len(REGISTRY)
 
 
+def test_status_is_whole_on_a_narrow_terminal_and_says_where_a_job_s_states_are() -> None:
+    shown = {}
+    for columns in ("60", "300"):
+        done = subprocess.run(
+            [sys.executable, "-m", "patches", "status"],
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": columns},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        first, _, *shown[columns] = done.stdout.splitlines()
+        assert first.endswith("every state below is NOT_ARMED; a job's are in its determinism-ledger.json")
+    longest = max(map(len, shown["60"]))
+    assert longest <= 60, f"a line of {longest} columns on a terminal of 60"
+    for override in REGISTRY:
+        at = shown["60"].index(override.id)
+        assert shown["60"][at + 1].startswith("    state NOT_ARMED, installed ")
+    assert len(shown["300"]) == len(REGISTRY) + 2, "one line an override where it fits"
+
+
 def test_an_unknown_override_is_named_with_the_known_ones() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "patches", "explain", "nope"],

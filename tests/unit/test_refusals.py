@@ -146,6 +146,7 @@ def test_the_flag_selects_the_spec_only_where_the_user_gave_none() -> None:
         apply_flag(part, "invariant")
     part.deterministic_rocm = "stable"
     apply_flag(part, "stable")
+    assert "deterministic_aiter_gpt_layer_spec" in WHOLE
     for name in WHOLE:
         apply_flag(argparse.Namespace(deterministic_rocm=None, spec=[SPEC[0], name]), "invariant")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from megatron_plugins.verify.attention.plan import RESULTS, ROWS, SHAPES, selected
 from megatron_plugins.verify.outputs import add_json, output_folder, write_json
 from megatron_plugins.verify.progress import Progress
+from megatron_plugins.verify.tables import print_table
 
 SCHEMA = "deterministic-rocm/verify-attention/1"
 
@@ -65,11 +67,14 @@ def run(args: argparse.Namespace) -> int:
         "rows": {row.name: {"ran": False} for row in rows},
     }
     failure = None
-    with Progress("attention", total=len(rows), console=console) as progress:
+    with (
+        Progress("attention", total=len(rows), console=console) as progress,
+        closing(run_rows(rows, shape, device)) as done,
+    ):
         for row in rows:
             progress.begin(row.name)
         try:
-            for row, columns, seconds in run_rows(rows, shape, device):
+            for row, columns, seconds in done:
                 report["rows"][row.name] = {
                     "ran": True,
                     "ranks": row.ranks,
@@ -134,7 +139,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         table.add_row(
             name, str(result["ranks"]), *cells, f"{sum(c[1] for c in result['columns'].values()):,}"
         )
-    console.print(table)
+    print_table(console, table)
     where = environment.get("gpu", "CPU, the reference's arithmetic")
     gpus = environment.get("gpus")
     shared = "" if gpus is None or gpus >= environment["ranks"] else f", on {gpus} GPU that ranks share"

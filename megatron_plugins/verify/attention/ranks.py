@@ -15,12 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_plugins.verify.attention.plan import Row, Shape
+from megatron_plugins.verify.interrupts import become_deaf, deaf_children
 
 LIMIT = 600.0
 """Seconds of a row after which the world is given up."""
@@ -36,6 +37,7 @@ def _rank(
     baseline: Any,
     said: Any,
 ) -> None:
+    become_deaf()
     import torch
     import torch.distributed as dist
 
@@ -78,7 +80,9 @@ def transport(device: str, world: int) -> str:
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
 
 
-def run(rows: Sequence[Row], shape: Shape, device: str) -> Iterator[tuple[Row, dict[str, list[int]], float]]:
+def run(
+    rows: Sequence[Row], shape: Shape, device: str
+) -> Generator[tuple[Row, dict[str, list[int]], float], None, None]:
     """Each row when its last rank has reported: mismatched and compared elements by column, and seconds.
 
     Raises:
@@ -93,16 +97,20 @@ def run(rows: Sequence[Row], shape: Shape, device: str) -> Iterator[tuple[Row, d
         baseline = _baseline(rows, shape) if device == "cpu" else None
         arguments = (world, str(Path(folder) / "store"), list(rows), shape, device, baseline, said)
         ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world)]
-        for process in ranks:
-            process.start()
         try:
+            with deaf_children():
+                for process in ranks:
+                    process.start()
             yield from _collected(rows, said, ranks)
             for process in ranks:
                 process.join(30)
         finally:
-            for process in ranks:
-                if process.is_alive():
-                    process.kill()
+            # All of them before any is waited for, or those that are left speak of lost peers.
+            left = [process for process in ranks if process.is_alive()]
+            for process in left:
+                process.kill()
+            for process in left:
+                process.join()
 
 
 def _baseline(rows: Sequence[Row], shape: Shape) -> Any:

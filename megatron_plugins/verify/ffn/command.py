@@ -17,6 +17,7 @@ from megatron_plugins.verify import pool as ranks
 from megatron_plugins.verify.ffn import plan
 from megatron_plugins.verify.outputs import add_json, write_json
 from megatron_plugins.verify.progress import Progress
+from megatron_plugins.verify.tables import print_table
 
 RANK = "megatron_plugins.verify.ffn.rank"
 COLUMNS = ("forward", "training output", "train = infer", "repeats", "dHidden")
@@ -269,7 +270,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         cells = [row["columns"].get(name) for name in names]
         shown = ["-" if cell is None else f"{cell['mismatched']:,}" for cell in cells]
         table.add_row(row["case"], *shown, f"{sum(cell['total'] for cell in cells if cell):,}")
-    console.print(table)
+    print_table(console, table)
     work = Table(
         title="Multiply-adds a rank, 32 rows forward and backward (CPU references)",
         box=None,
@@ -280,7 +281,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for row in report["work"]:
         if "skipped" not in row:
             work.add_row(row["mesh"], f"{max(row['flops']):,}", f"{row['share']:,}", f"{max(row['bytes']):,}")
-    console.print(work)
+    print_table(console, work)
     if report["precision"] and "skipped" not in report["precision"]:
         _show_errors(report["precision"], console)
     if report["library"]:
@@ -307,4 +308,4 @@ def _show_errors(found: dict[str, Any], console: Console) -> None:
     for name in ("Qwen3MLP", "bf16 lanes", "float32 lanes"):
         note = f" ({found['peer']})" if name == "Qwen3MLP" else ""
         table.add_row(name + note, f"{found[name]:.4e}", f"{found[name] / found['Qwen3MLP']:.3f}")
-    console.print(table)
+    print_table(console, table)

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from megatron_plugins.verify.interrupts import deaf_children
 from megatron_plugins.verify.model import report as reporting
 from megatron_plugins.verify.model.plan import DEFAULT_SHAPE, ROWS, SHAPES, Row, Shape, selected, why_not
 from megatron_plugins.verify.outputs import add_json, output_folder, write_json
@@ -28,6 +29,10 @@ from megatron_plugins.verify.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = (sys.executable, "-W", "ignore", "-m", "megatron_plugins.verify.model.engine")
+
+
+ENDING_SECONDS = 20.0
+"""An engine that is asked to end has this long."""
 
 
 class RowProgress(Progress):
@@ -73,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def events(side: str, options: Sequence[str], engine: Sequence[str] = ENGINE) -> Iterator[dict[str, Any]]:
+def events(
+    side: str, options: Sequence[str], engine: Sequence[str] = ENGINE
+) -> Generator[dict[str, Any], None, None]:
     """Events of one engine; whatever else it prints is shown only if it fails.
 
     Raises:
@@ -84,9 +91,10 @@ def events(side: str, options: Sequence[str], engine: Sequence[str] = ENGINE) ->
     environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     environment.pop("DETERMINISTIC_ROCM", None)
     with tempfile.TemporaryFile("w+", errors="replace") as chatter:
-        process = subprocess.Popen(
-            [*engine, side, *options], stdout=subprocess.PIPE, stderr=chatter, text=True, env=environment
-        )
+        with deaf_children():
+            process = subprocess.Popen(
+                [*engine, side, *options], stdout=subprocess.PIPE, stderr=chatter, text=True, env=environment
+            )
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -99,8 +107,17 @@ def events(side: str, options: Sequence[str], engine: Sequence[str] = ENGINE) ->
                 )
         finally:
             if process.poll() is None:
-                process.kill()
-                process.wait()
+                _end(process)
+
+
+def _end(engine: subprocess.Popen[str]) -> None:
+    """An engine ends its ranks and removes its files when it is asked to; one that is killed cannot."""
+    engine.terminate()
+    try:
+        engine.wait(ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        engine.kill()
+        engine.wait()
 
 
 def result_of(event: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +159,9 @@ def measure(
     version = "unknown"
     begun: set[str] = set()
     wanted = {row.name for row in rows}
+    told = events(side, [*options, "--rows", *(row.name for row in rows)], engine)
     try:
-        for event in events(side, [*options, "--rows", *(row.name for row in rows)], engine):
+        for event in told:
             if event["event"] == "start":
                 version = event["megatron"]
                 continue
@@ -166,6 +184,8 @@ def measure(
     except EngineFailure as failure:
         for row in rows:
             results.setdefault(row.name, {"ran": False, "why": str(failure), "failed": True})
+    finally:
+        told.close()
     return results, version
 
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -24,14 +25,38 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_plugins.verify.interrupts import become_deaf
 from megatron_plugins.verify.model.plan import BASELINE, SHAPES, SIDES, Row, Setting, selected
 
 ROW_SECONDS = 420.0
 """A row that takes longer hangs."""
 
 
-def _serve(pipe: Connection, setting: Setting, baseline: Path) -> None:
-    """A rank: waits for (row, rank, store), runs it, answers with records or a traceback."""
+_ending = False
+
+
+def _end(*_: Any) -> None:
+    """SIGTERM: as any error, ranks are ended and files removed on the way out."""
+    global _ending
+    _ending = True
+    sys.exit(1)
+
+
+def _leave_if_asked() -> None:
+    # Python drops what is raised in its hooks around a fork, the exit of `_end` included.
+    if _ending:
+        sys.exit(1)
+
+
+def _serve(pipe: Connection, setting: Setting, baseline: Path, inherited: list[Connection]) -> None:
+    """A rank: waits for (row, rank, store), runs it, answers with records or a traceback.
+
+    Args:
+        inherited: the engine's ends of pipes; open here, they would keep the ranks from seeing that it is gone.
+    """
+    become_deaf()
+    for end in inherited:
+        end.close()
     arm(setting.side)
     import torch
 
@@ -43,7 +68,10 @@ def _serve(pipe: Connection, setting: Setting, baseline: Path) -> None:
 
         on_cpu.install_for_training()
     while True:
-        message = pipe.recv()
+        try:
+            message = pipe.recv()
+        except EOFError:  # the engine was killed
+            return
         if message is None:
             return
         row, rank, store = message
@@ -118,34 +146,41 @@ class Engine:
         self.one_at_a_time, self.start = one_at_a_time, start
         self.baseline = folder / "baseline.pt"
         self.number = 0
-        self._fork()
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        self.idle: list[int] = []
 
     def _fork(self) -> None:
         context: Any = multiprocessing.get_context(self.start)
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        self.idle = list(range(self.ranks))
+        self.pipes, self.processes, self.idle = [], [], list(range(self.ranks))
         for _ in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self.setting, self.baseline), daemon=True)
+            self.pipes.append(ours)
+            inherited = list(self.pipes) if self.start == "fork" else []
+            arguments = (theirs, self.setting, self.baseline, inherited)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            self.processes.append(process)
             process.start()
             theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+            _leave_if_asked()
 
     def _kill(self) -> None:
-        for process in self.processes:
+        started = [process for process in self.processes if process.pid is not None]
+        for process in started:
             process.kill()
+        for process in started:
             process.join()
         for pipe in self.pipes:
             pipe.close()
 
     def run(self, rows: list[Row]) -> None:
         """Run the baseline, then every row; one event each."""
+        self._fork()
         waiting = [Row(BASELINE), *rows]
         running: list[_Running] = []
         have_baseline = False
         while waiting or running:
+            _leave_if_asked()
             self._start(waiting, running, have_baseline)
             failed = self._collect(running)
             for run in [r for r in running if len(r.answers) == r.row.ranks]:
@@ -278,6 +313,7 @@ def shape_of(text: str) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run one side's rows."""
     args = arguments().parse_args(argv)
+    signal.signal(signal.SIGTERM, _end)
     keep_standard_output()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if sys.platform == "linux":
@@ -312,8 +348,10 @@ def main(argv: list[str] | None = None) -> None:
         start = args.start or ("spawn" if on_gpu else "fork")
         ranks = most if on_gpu else max(most, args.ranks)
         engine = Engine(setting, ranks, Path(name), one_at_a_time=on_gpu, start=start)
-        engine.run(rows)
-        engine.close()
+        try:
+            engine.run(rows)
+        finally:
+            engine.close()
 
 
 if __name__ == "__main__":

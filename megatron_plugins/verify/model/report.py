@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_plugins.verify.model.plan import BY_NAME, COLUMNS, SIDES
+from megatron_plugins.verify.tables import print_table
 
 SCHEMA = "deterministic-rocm/verify-model/1"
 OURS = "deterministic"
@@ -318,7 +319,7 @@ def write(report: Any, folder: Path, console: Console) -> None:
     )
     (folder / "verify-model.md").write_text(markdown(report), encoding="utf-8")
     draw(report, folder / "verify-model.png")
-    console.print(table(report))
+    print_table(console, table(report))
     for row in report["rows"]:
         result = row["results"][OURS]
         if not result["ran"]:
