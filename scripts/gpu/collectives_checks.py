@@ -4,7 +4,8 @@
 
 Bits, against the tree over ranks in plain torch on this GPU: worlds of 2, 4 and 8, all dtypes, additions in float32
 too, sizes of 0, 1, odd, unaligned and up to 16 MiB, all orders of (1e8, 1, -1e8, 1), repeats while other work runs on
-the device, calls of changing kinds one after the other, a captured graph replayed. Times: one call of all ranks against
+the device, calls of changing kinds one after the other, a captured graph replayed; a rank that never comes, after which
+every result is NaN and all calls that were queued wait no longer than the first. Times: one call of all ranks against
 the copies that it consists of, through one GPU's memory; several GPUs are measured by `scripts/bench.py collectives`.
 Exit status 1 when an element differs, 2 without a GPU.
 """
@@ -38,9 +39,9 @@ SIZES = (0, 1, 7, 513, 4097, 100_003, 1 << 20)
 class Ranks:
     """All ranks of a world in this process."""
 
-    def __init__(self, world: int, half_bytes: int) -> None:
+    def __init__(self, world: int, half_bytes: int, patience: float = peer.PATIENCE) -> None:
         self.world = world
-        self.spaces = peer.simulated(world, half_bytes, torch.device("cuda"))
+        self.spaces = peer.simulated(world, half_bytes, torch.device("cuda"), patience)
         self.streams = [torch.cuda.Stream() for _ in range(world)]
 
     @property
@@ -118,6 +119,7 @@ def bits(world: int, checks: Checks) -> None:
             checks.compare(f"order {order}", outs, [balanced_tree(terms)] * 4)
     repeats(ranks, checks)
     graph(ranks, checks)
+    missing(world, checks)
 
 
 def repeats(ranks: Ranks, checks: Checks) -> None:
@@ -154,6 +156,42 @@ def graph(ranks: Ranks, checks: Checks) -> None:
             x.normal_()
         captured.replay()
         checks.compare(f"{world} ranks, graph replay {replay}", outs, list(balanced_tree(terms).chunk(world)))
+
+
+def missing(world: int, checks: Checks) -> None:
+    """All ranks but the last call, and 50 calls more are queued behind the one that misses it."""
+    patience, size = 0.5, 40_961
+    ranks = Ranks(world, 1 << 20, patience)
+    here = torch.cuda.current_stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    outs = [[torch.zeros(size, device="cuda") for _ in range(51)] for _ in range(world - 1)]
+    x = torch.randn(size, device="cuda")
+    require = peer.Workspace.require_everybody
+    # What is queued before anybody has noticed.
+    peer.Workspace.require_everybody = lambda self: None  # type: ignore[method-assign]
+    begin.record()
+    for number in range(51):
+        for rank in range(world - 1):
+            ranks.streams[rank].wait_stream(here)
+            with torch.cuda.stream(ranks.streams[rank]):
+                peer.all_reduce(
+                    x, outs[rank][number], ranks.spaces[rank], shared=number % 2 == 0, programs=ranks.programs
+                )
+    for stream in ranks.streams:
+        here.wait_stream(stream)
+    end.record()
+    torch.cuda.synchronize()
+    peer.Workspace.require_everybody = require  # type: ignore[method-assign]
+    numbers = sum(int((~out.isnan()).sum()) for its in outs for out in its)
+    unnoticed = sum(not int(space.missing[0]) for space in ranks.spaces[: world - 1])
+    waits = begin.elapsed_time(end) / 1e3 / patience
+    checks.rows.append(
+        {
+            "check": f"{world} ranks, one missing: numbers for NaN, ranks that saw nobody missing, waits beyond two",
+            "mismatched": numbers + unnoticed + (waits > 2), "total": 51 * (world - 1) * size, "waits": waits,
+        }
+    )  # fmt: skip
+    print(checks.rows[-1], flush=True)
 
 
 def times(world: int) -> list[dict[str, Any]]:

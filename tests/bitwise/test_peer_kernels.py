@@ -53,4 +53,37 @@ def test_no_flag_is_left_set(report: dict[str, Any], world: str) -> None:
 
 
 def test_a_rank_that_never_comes_is_named(report: dict[str, Any]) -> None:
-    assert "rank 1 did not come" in report["lone"]
+    assert "rank 1 did not come" in report["lone"]["error"]
+
+
+def assert_in_vain(name: str, case: dict[str, Any], limit: int, world: int) -> None:
+    """No number anywhere; one wait for the whole call, none for all later ones, which touch nobody's memory."""
+    numbers = case["numbers"] + case["later numbers"]
+    print(
+        f"{name}: {numbers} numbers instead of NaN among {case['elements']} elements in each of 21 calls; "
+        f"{case['looks']} looks at flags, then {case['later looks']}"
+    )
+    assert case["missing"] > 0 and numbers == 0
+    # Every flag is looked at once at least, in two meetings at most.
+    assert 0 < case["looks"] <= limit + 4 * world
+    assert case["later looks"] == 0 and case["staged later"] == 0
+
+
+def test_a_sum_that_missed_a_rank_is_nan_and_no_later_one_waits(report: dict[str, Any]) -> None:
+    """Both forms of the all-reduce, every dtype; also a rank that came to the first of two meetings."""
+    cases = {name: case for name, case in report["lone"].items() if isinstance(case, dict)}
+    assert len(cases) == 13
+    for name, case in cases.items():
+        assert_in_vain(name, case, 50, 2)
+
+
+def test_a_sum_that_one_of_two_programs_missed_has_no_numbers(report: dict[str, Any]) -> None:
+    assert report["lone"]["numbers of a call that missed it in one of two programs"] == 0
+
+
+def test_every_survivor_gets_nan_and_waits_once(report: dict[str, Any]) -> None:
+    assert len(report["survivors"]) == 3
+    for rank, cases in report["survivors"].items():
+        assert len(cases) == 4
+        for name, case in cases.items():
+            assert_in_vain(f"rank {rank} of 4, {name}", case, 2000, 4)

@@ -1,6 +1,7 @@
 """Runs the peer-to-peer kernels in Triton's interpreter: one process a rank, real flags in memory that they share.
 
-Started by tests as a process of its own with TRITON_INTERPRET=1; prints, as JSON, mismatches against the tree.
+Started by tests as a process of its own with TRITON_INTERPRET=1; prints, as JSON, mismatches against the tree, and what
+calls return, and how often they look at a flag, once a rank is missing.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from triton.runtime.interpreter import InterpreterBuilder
 
 from te_overrides.kernels.bits import count_mismatches
 from te_overrides.kernels.collectives import peer
@@ -76,22 +80,103 @@ def cases(rank: int, world: int, space: peer.Workspace) -> dict[str, list[int]]:
     return counts
 
 
+class Looks:
+    """Counts every look at a flag; there is no other waiting. After one in vain others run: ranks outnumber cores."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        look = InterpreterBuilder.create_atomic_cas
+
+        def counting(builder: Any, word: Any, expected: Any, *arguments: Any) -> Any:
+            self.count += 1
+            found = look(builder, word, expected, *arguments)
+            if (found.data != expected.data).any():
+                time.sleep(1e-4)
+            return found
+
+        InterpreterBuilder.create_atomic_cas = counting
+
+    def of(self, call: Callable[[], None]) -> int:
+        """Looks in a call."""
+        before = self.count
+        call()
+        return self.count - before
+
+
 def serve(rank: int, staging: Any, flags: Any, found: Any) -> None:
     torch.set_num_threads(1)
+    Looks()
     space = peer.in_memory(rank, staging, flags, 1e6)
     found.put((rank, cases(rank, len(staging), space)))
 
 
-def lone(staging: Any, flags: Any, found: Any) -> None:
-    """A rank whose counterpart never comes."""
-    space = peer.in_memory(0, staging, flags, 0.05)
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, peer.Workspace], None]] = {
+    "reduce_scatter": lambda x, out, space: peer.reduce_scatter(x, out, space, programs=1),
+    "all_reduce": lambda x, out, space: peer.all_reduce(x, out, space, shared=False, programs=1),
+    "all_reduce in two phases": lambda x, out, space: peer.all_reduce(x, out, space, shared=True, programs=1),
+    "all_gather": lambda x, out, space: peer.all_gather(x, out, space, programs=1),
+}
+LATER = 20
+"""Calls after the one that misses a rank, as if they had been queued before anybody noticed."""
+
+
+def in_vain(form: str, x: torch.Tensor, space: peer.Workspace, looks: Looks) -> dict[str, Any]:
+    """A call that misses a rank and `LATER` more of them: numbers in their results, looks, staging they wrote."""
+    share = {"reduce_scatter": 1 / space.world, "all_gather": space.world}.get(form, 1)
+    outs = [torch.zeros(int(x.numel() * share), dtype=x.dtype) for _ in range(LATER + 1)]
+    first = looks.of(lambda: FORMS[form](x, outs[0], space))
+    staging, _ = space.held  # type: ignore[attr-defined]
+    before = staging[space.rank].clone()
+    later = looks.of(lambda: [FORMS[form](x * 2, out, space) for out in outs[1:]] and None)
+    return {
+        "missing": int(space.missing[0]), "looks": first, "later looks": later,
+        "numbers": int((~outs[0].isnan()).sum()), "elements": outs[0].numel(),
+        "later numbers": sum(int((~out.isnan()).sum()) for out in outs[1:]),
+        "staged later": int((staging[space.rank] != before).sum()),
+    }  # fmt: skip
+
+
+def lone(found: Any) -> None:
+    """A rank whose counterpart never comes, or comes to one meeting or one program only."""
+    report: dict[str, Any] = {}
     try:
+        space = peer.in_memory(0, *buffers(2), 0.05)
         peer.all_reduce(torch.ones(4), torch.empty(4), space)
         peer.all_reduce(torch.ones(4), torch.empty(4), space)
     except PeerError as error:
-        found.put(str(error))
-        return
-    found.put("no error")
+        report["error"] = str(error)
+    peer.Workspace.require_everybody = lambda self: None  # type: ignore[method-assign]
+    looks = Looks()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for form in FORMS:
+            space = peer.in_memory(0, *buffers(2), 0.05)
+            report[f"{form} of {dtype}"] = in_vain(form, torch.ones(1030, dtype=dtype), space, looks)
+    space = peer.in_memory(0, *buffers(2), 0.05)
+    staging, flags = space.held  # type: ignore[attr-defined]
+    # Its word in our table for the first meeting, of the only program: [phase, program, from].
+    flags[0][1] = 1
+    report["missed in the second meeting"] = in_vain(
+        "all_reduce in two phases", torch.ones(1030), space, looks
+    )
+    space = peer.in_memory(0, *buffers(2), 0.05)
+    staging, flags = space.held  # type: ignore[attr-defined]
+    flags[0][1] = 1
+    # The first of two programs meets it and adds.
+    out = torch.zeros(1030)
+    peer.all_reduce(torch.ones(1030), out, space, shared=False, programs=2)
+    report["numbers of a call that missed it in one of two programs"] = int((~out.isnan()).sum())
+    found.put(report)
+
+
+def survive(rank: int, tables: dict[str, Any], found: Any) -> None:
+    """One of the ranks that are left when the last one never comes."""
+    torch.set_num_threads(1)
+    peer.Workspace.require_everybody = lambda self: None  # type: ignore[method-assign]
+    looks = Looks()
+    report = {}
+    for form, (staging, flags) in tables.items():
+        report[form] = in_vain(form, torch.ones(1028), peer.in_memory(rank, staging, flags, 2.0), looks)
+    found.put((rank, report))
 
 
 def buffers(world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -116,10 +201,17 @@ def main() -> None:
             process.join()
         report[f"{world} flags left"] = int(sum(int(table.sum()) for table in flags))
     found = context.SimpleQueue()
-    process = context.Process(target=lone, args=(*buffers(2), found), daemon=True)
+    process = context.Process(target=lone, args=(found,), daemon=True)
     process.start()
     report["lone"] = found.get()
     process.join()
+    tables = {form: buffers(4) for form in FORMS}
+    survivors = [context.Process(target=survive, args=(r, tables, found), daemon=True) for r in range(3)]
+    for process in survivors:
+        process.start()
+    report["survivors"] = dict(found.get() for _ in survivors)
+    for process in survivors:
+        process.join()
     print(json.dumps(report))
 
 

@@ -44,7 +44,7 @@ class Workspace:
         half_bytes: size of one of the two halves of a staging buffer.
         staging, flags: [world] int64 addresses on the device, in rank order: `2 * half_bytes` bytes, and
             `flag_words(world)` int32 that begin at 0.
-        state: [2] int32 on the device, zeros at first: whose turn it is, programs that ended.
+        state: [2] int32 on the device, zeros at first: whose turn it is (-1: a rank was missed), programs that ended.
         missing: [1] int32 that kernel and host both reach, 0 while nobody is missing.
         patience: seconds after which a rank that has not come counts as missing; see `patience_of`.
     """
@@ -67,8 +67,8 @@ class Workspace:
         if found := int(self.missing[0]):
             raise PeerError(
                 f"rank {found - 1} did not come to a collective that rank {self.rank} of {self.world} was in, within "
-                f"{self.patience:g} s: it died, or it makes other calls. What the collective returned is not to "
-                "be used. End the job; the ranks' own errors say why."
+                f"{self.patience:g} s: it died, or it makes other calls. That collective returned NaN, as does "
+                "every later one of this group. End the job; the ranks' own errors say why."
             )
 
 
@@ -192,11 +192,11 @@ def _launch(
     if programs > MOST_PROGRAMS:
         raise PeerError(f"{programs} programs: the tables of flags have room for {MOST_PROGRAMS}.")
     target = _target(kernel)
+    threads = 512 if constants["BLOCK"] == 4096 else 128
     with device_of(x):
         kernel[(programs, 1, 1)](
             x, out, space.staging, space.flags, space.state, space.missing, space.rank, count, space.half_bytes,
-            int(space.patience * TICKS[target]), **constants, TARGET=target,
-            **options(512 if constants["BLOCK"] == 4096 else 128),
+            int(space.patience * TICKS[target]), **constants, TARGET=target, THREADS=threads, **options(threads),
         )  # fmt: skip
 
 
