@@ -1,4 +1,5 @@
-"""The collectives against the library's own: latency of the slowest rank, from 1 KiB to 512 MiB a rank.
+"""The collectives against the library's own, from 1 KiB to 512 MiB a rank: latency of the rank that was slowest in a
+call, algorithm bandwidth, peak extra memory; ours by the table of transports and by every other one that can carry it.
 
 Bits first: ours against the tree over ranks that every rank computes from what all of them had. Cells are priced before
 they run; one that does not fit the budget of its path is listed with its price.
@@ -20,14 +21,16 @@ from megatron_plugins.verify import pool as ranks
 from megatron_plugins.verify.outputs import output_file
 from megatron_plugins.verify.progress import Progress
 
-OPERATIONS = ("reduce_scatter", "all_reduce", "all_gather")
+OPERATIONS = ("reduce_scatter", "reduce_scatter_many", "all_reduce", "all_gather")
 SIZES = {
     "cuda": tuple(1 << power for power in (10, 16, 20, 22, 24, 26, 28, 29)),
     "cpu": tuple(1 << power for power in (10, 16, 20, 22)),
 }
-"""Bytes a rank."""
+"""Bytes of one operand of a rank; `reduce_scatter_many` has two."""
 RATE = {"cuda": 2e10, "cpu": 2e8}
 """Bytes a second at which a cell is priced before anything has run."""
+MOST_WAYS = 6
+"""Implementations of a cell: the library, ours by the table, and by four other transports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +63,24 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(cell.mismatched for cell in ran) else 0 if ran else 2
 
 
-def measure(args: argparse.Namespace, folder: Path, console: Console) -> results.Results:
-    """All cells."""
-    planned = [
+def plan(args: argparse.Namespace) -> list[tuple[int, str, int]]:
+    """(ranks, operation, bytes) of every cell."""
+    return [
         (world, operation, size)
         for world in args.worlds
         for operation in OPERATIONS
         for size in args.bytes or SIZES[args.device]
     ]
+
+
+def price(world: int, size: int, device: str, repeats: int) -> float:
+    """Seconds that a cell is expected to take, by what a rank receives where it receives everything."""
+    return 0.5 + MOST_WAYS * (repeats + 5) * (2e-4 * world + size * world / RATE[device])
+
+
+def measure(args: argparse.Namespace, folder: Path, console: Console) -> results.Results:
+    """All cells."""
+    planned = plan(args)
     cells: list[results.Cell] = []
     with (
         ranks.Pool(max(args.worlds), args.device, folder) as pool,
@@ -92,9 +105,11 @@ def _cell(
     args: argparse.Namespace,
 ) -> results.Cell:  # fmt: skip
     path = f"{operation}, {world} ranks"
-    estimate = 0.5 + 3 * (args.repeats + 3) * (2e-4 * world + size * world / RATE[args.device])
+    estimate = price(world, size, args.device, args.repeats)
     cost = budgets.price(path, estimate)
-    values: dict[str, Any] = {"ms": {}, "mismatched": None, "compared": None}
+    values: dict[str, Any] = {
+        "ms": {}, "mismatched": None, "compared": None, "moved": None, "peak_extra": {},
+    }  # fmt: skip
     skipped, took = None, None
     if args.device == "cuda" and gpus < world:
         skipped = f"needs {world} GPUs, found {gpus}"

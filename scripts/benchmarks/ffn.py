@@ -130,6 +130,7 @@ def _cell(
     estimate = price(tp, rows, backward, sizes, args.device, args.repeats)
     cost = budgets.price(path, estimate)
     values: dict[str, Any] = {"ms": {}, "mismatched": None, "compared": None}
+    counted: dict[str, Any] = {"moved": None, "peak_extra": {}}
     skipped, took = None, None
     if tp > 1 and gpus < tp:
         skipped = f"needs {tp} GPUs, found {gpus}"
@@ -145,13 +146,13 @@ def _cell(
         budgets.spend(path, estimate, took)
     return results.Cell(
         name=name, path=path, rows=rows, topology=f"tp{tp}", peer="cuBLAS + NCCL" if tp > 1 else "Qwen3MLP",
-        price_s=round(cost, 2), cost_s=took, skipped=skipped, **values,
+        price_s=round(cost, 2), cost_s=took, skipped=skipped, **counted, **values,
     )  # fmt: skip
 
 
 def show(found: results.Results, console: Console) -> None:
     """Times and ratios; skipped cells with reason and price."""
-    table = Table(title=f"Feed-forward block, {found.environment.device}", box=None, title_style="bold")
+    table = Table(title=f"{found.benchmark}, {found.environment.device}", box=None, title_style="bold")
     for name in ("cell", "peer, ms", "ours, ms", "ours / peer", "differ"):
         table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=name == "cell")
     for cell in found.cells:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-SCHEMA = 1
+SCHEMA = 2
 
 _T = TypeVar("_T")
 
@@ -55,6 +55,8 @@ class Cell:
         ms: median milliseconds by implementation; empty if skipped.
         mismatched, compared: elements of ours that differ from those of the check that comes before the times; None if
             skipped.
+        moved: bytes S of a collective's algorithm bandwidth S / t; None in other benchmarks, and if skipped.
+        peak_extra: most bytes of a rank beyond operands and results, by implementation; empty where nobody counted.
         price_s: seconds that the cell was expected to take.
         cost_s: seconds that it took; None if it did not begin.
         skipped: why there are no times, or None.
@@ -68,6 +70,8 @@ class Cell:
     ms: dict[str, float]
     mismatched: int | None
     compared: int | None
+    moved: int | None
+    peak_extra: dict[str, int]
     price_s: float
     cost_s: float | None
     skipped: str | None
@@ -80,8 +84,14 @@ class Cell:
             )
         if self.skipped is None and (self.mismatched is None or self.cost_s is None):
             raise SchemaError(f"cell {self.name!r} has times, but no count of mismatches or no cost")
+        if unknown := sorted(set(self.peak_extra) - set(self.ms)):
+            raise SchemaError(f"cell {self.name!r} has memory of {unknown}, of which it has no times")
         if self.skipped == "":
             raise SchemaError(f"cell {self.name!r} is skipped for no reason that is told")
+
+    def bandwidth(self, name: str) -> float | None:
+        """Algorithm bandwidth of `name` in bytes a second: S / t, as nccl-tests defines it (doc/PERFORMANCE.md)."""
+        return None if self.moved is None else self.moved / (self.ms[name] * 1e-3)
 
     def ratio(self, name: str = "ours") -> float:
         """Time of `name` over the peer's."""

@@ -23,7 +23,7 @@ def cell(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": name, "path": "forward, tp1", "rows": 8, "topology": "tp1", "peer": "Qwen3MLP",
         "ms": {"Qwen3MLP": 2.0, "ours": 1.0, "two library products": 1.5}, "mismatched": 0, "compared": 10,
-        "price_s": 1.0, "cost_s": 2.0, "skipped": None, **changes,
+        "moved": None, "peak_extra": {}, "price_s": 1.0, "cost_s": 2.0, "skipped": None, **changes,
     }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ UNREACHED: dict[str, Any] = {
 def found() -> dict[str, Any]:
     cells = [cell("forward, M=8"), cell("forward, M=1"), cell("forward, tp2", **UNREACHED)]
     return {
-        "schema": 1, "benchmark": "ffn", "command": "python scripts/bench.py ffn", "sizes": {"hidden": 4096},
+        "schema": 2, "benchmark": "ffn", "command": "python scripts/bench.py ffn", "sizes": {"hidden": 4096},
         "environment": {
             "device": "GPU", "gpus": 1, "torch": "2", "triton": "3", "transformers": "4", "megatron_core": None,
             "cuda": "13", "hip": None,
