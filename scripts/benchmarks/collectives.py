@@ -30,7 +30,7 @@ SIZES = {
 RATE = {"cuda": 2e10, "cpu": 2e8}
 """Bytes a second at which a cell is priced before anything has run."""
 MOST_WAYS = 6
-"""Implementations of a cell: the library, ours by the table, and by four other transports."""
+"""Implementations of a cell: the library, ours by the table, and by four more transports."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,10 +53,10 @@ def moved(operation: str, size: int, world: int) -> int:
     return size * {"all_gather": world, "reduce_scatter_many": LANES}.get(operation, 1)
 
 
-def transports(operation: str, world: int, size: int, device: str) -> list[Row]:
+def transports(operation: str, world: int, size: int, device: str) -> dict[str, Row]:
     """Entries of the table for a sum, beside the one that serves it by default, that can carry it on one machine."""
     if operation == "all_gather":
-        return []
+        return {}
     of = operation.removesuffix("_many")
     total = moved(operation, size, world)
     default = selection.look_up(selection.SETTINGS[0], of, world, total)
@@ -64,15 +64,19 @@ def transports(operation: str, world: int, size: int, device: str) -> list[Row]:
     for row in TABLE:
         # Where an entry begins to serve is what is to be found out; where it ends is what it can carry.
         able = row.operation == of and (row.most_bytes is None or total <= row.most_bytes)
-        if row.transport == "nodes":
+        name = row.transport
+        if name == "nodes":
             able = able and world >= 4
-        if row.transport == "peers":
+            # Two of them: within a node by the group's library, or through shared memory.
+            name = row.setting
+        if "peers" in name:
             from te_overrides.kernels.collectives.peer import WORLDS
 
-            able = able and device == "cuda" and world in WORLDS
-        if able and row.transport != default:
-            found.setdefault(row.transport, row)
-    return list(found.values())
+            sharing = world if name == "peers" else world // 2
+            able = able and device == "cuda" and sharing in WORLDS and total <= selection.PEER_CAP
+        if able and name != default:
+            found.setdefault(name, row)
+    return found
 
 
 def implementations(
@@ -87,8 +91,8 @@ def implementations(
         "library": _library(operation, tensors, world),
         "ours": _ours(operation, tensors, group, None),
     }
-    for row in transports(operation, world, size, device):
-        found[f"ours, {row.transport}"] = _ours(operation, tensors, group, row)
+    for name, row in transports(operation, world, size, device).items():
+        found[f"ours, {name}"] = _ours(operation, tensors, group, row)
     if operation == "all_gather" and device == "cuda":
         found["ours, peers"] = _gathered_by_peers(tensors[0], world, group)
     return found
@@ -197,6 +201,8 @@ def _ours(
     one = Implementation(call, outs, prepare)
     if row and row.transport == "peers":
         one.held = lambda: _workspace(tensors[0].nbytes, group)
+    elif row and row.setting == "nodes+peers":
+        one.held = lambda: _workspace(tensors[0].nbytes, selection.nodes_of_group(group).inside)
     return one
 
 
@@ -212,7 +218,8 @@ def _gathered_by_peers(x: torch.Tensor, world: int, group: dist.ProcessGroup) ->
     )  # fmt: skip
 
 
-def _workspace(size: int, group: dist.ProcessGroup) -> int:
+def _workspace(size: int, group: dist.ProcessGroup | None) -> int:
+    assert group is not None
     return 2 * selection.peers_of(group)[0].of(size).half_bytes
 
 

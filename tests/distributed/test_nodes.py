@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ import torch.distributed as dist
 
 from bits import assert_equal_bits
 from procs import run_ranks
-from te_overrides.kernels.collectives import selection
+from te_overrides.kernels.collectives import peer, selection
 from te_overrides.kernels.collectives.nodes import require_neighbours
 from te_overrides.kernels.collectives.reference import (
     CollectiveError,
+    Sum,
     all_reduce,
     reduce_scatter_many,
     start_all_reduce,
 )
+from te_overrides.kernels.collectives.transport import all_gather
+from te_overrides.kernels.tree.reference import balanced_tree
 
 
 class _Lines(logging.Handler):
@@ -39,6 +43,32 @@ def _sums(x: torch.Tensor, group: dist.ProcessGroup, wide: bool) -> list[torch.T
     return [in_place, start_all_reduce(x, group, wide=wide).wait(), *scattered]
 
 
+def _compare_shared(rank: int, flat: dist.ProcessGroup) -> int:
+    """`nodes+peers` over two nodes of two, with a stand-in for shared memory: it carries each node's sum, no other."""
+    shared: list[list[int]] = []
+
+    def by_peers(x: torch.Tensor, group: Any, _: Any, *, wide: bool, out: torch.Tensor | None) -> Sum:
+        shared.append(dist.get_process_group_ranks(group))
+        terms = all_gather(x.float() if wide else x, group)
+        return Sum(lambda: [balanced_tree(terms).to(x.dtype)])
+
+    x = torch.randn(37, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    os.environ.pop(selection.VARIABLE, None)
+    want = [all_reduce(x, flat, wide=wide) for wide in (False, True)]
+    os.environ[selection.VARIABLE] = "nodes+peers"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "host_of_this_rank", lambda: f"node {rank // 2}")
+        patch.setattr(selection, "_can_share", lambda x, ranks: True)
+        patch.setattr(selection, "_require_peers", lambda x, group: None)
+        patch.setattr(selection, "peers_of", lambda group: (group, None))
+        patch.setattr(peer, "start_all_reduce_by_peers", by_peers)
+        group = dist.new_group(list(range(4)))
+        for wide, wanted in zip((False, True), want, strict=True):
+            assert_equal_bits(all_reduce(x, group, wide=wide), wanted, f"nodes+peers wide {wide}")
+    assert shared == [[rank // 2 * 2, rank // 2 * 2 + 1]] * 2
+    return 2 * x.numel()
+
+
 def _compare(rank: int, world: int, layouts: tuple[int, ...]) -> tuple[int, list[str]]:
     """Flat against `nodes`, with nodes of every size in `layouts`."""
     heard = _Lines()
@@ -55,7 +85,7 @@ def _compare(rank: int, world: int, layouts: tuple[int, ...]) -> tuple[int, list
             for wide in (False, True):
                 os.environ.pop(selection.VARIABLE, None)
                 want = _sums(x, flat, wide)
-                os.environ[selection.VARIABLE] = "nodes"
+                os.environ[selection.VARIABLE] = "nodes+peers" if size == 1 else "nodes"
                 for per_node, group in groups.items():
                     selection.host_of_this_rank = lambda per_node=per_node: f"node {rank // per_node}"
                     for got, wanted in zip(_sums(x, group, wide), want, strict=True):
@@ -64,10 +94,12 @@ def _compare(rank: int, world: int, layouts: tuple[int, ...]) -> tuple[int, list
     with pytest.raises(CollectiveError, match="Order the ranks by node"):
         selection.host_of_this_rank = lambda: f"node {rank % 2}"
         all_reduce(torch.ones(3), dist.new_group(list(range(world))))
-    for value, words in (("peers", "a tensor on cpu"), ("rccl", "one of group, nodes, peers")):
+    for value, words in (("peers", "a tensor on cpu"), ("rccl", "one of group, nodes, peers, nodes")):
         os.environ[selection.VARIABLE] = value
         with pytest.raises(selection.SelectionError, match=words):
             all_reduce(torch.ones(3), flat)
+    if world == 4:
+        compared += _compare_shared(rank, flat)
     selection.close()
     assert not selection._known
     return compared, heard.lines

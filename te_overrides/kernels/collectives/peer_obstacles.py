@@ -47,14 +47,17 @@ def describe_rank() -> RankPlace:
 def obstacle(places: Sequence[RankPlace], worlds: Sequence[int]) -> str | None:
     """Why these ranks, in rank order, cannot share memory, or None."""
     if len(places) not in worlds:
-        return f"{len(places)} ranks were asked to share memory; the kernels are built for {tuple(worlds)}."
+        return (
+            f"{len(places)} ranks were asked to share memory; the kernels are built for {tuple(worlds)}. "
+            "DETERMINISTIC_ROCM_COLLECTIVES=nodes+peers leaves other groups to the process group's own transport."
+        )
     for rank, place in enumerate(places):
         if not place.device:
             return f"rank {rank} has no GPU. Use the process group's own transport."
         if place.host != places[0].host:
             return (
-                f"rank {rank} runs on another machine than rank 0. Peer-to-peer memory ends at the node: use the "
-                "collectives over nodes (te_overrides/kernels/collectives/nodes.py), or the process group's transport."
+                f"rank {rank} runs on another machine than rank 0. Peer-to-peer memory ends at the node: set "
+                "DETERMINISTIC_ROCM_COLLECTIVES=nodes+peers, which shares memory within each node alone, or unset it."
             )
         first = next(other for other, its in enumerate(places) if its.device == place.device)
         if first != rank:

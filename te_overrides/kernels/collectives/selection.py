@@ -1,9 +1,10 @@
 """Which transport carries a sum over ranks; none changes a bit (docs/numbers.md, "Collectives").
 
-The default is a table by operation, bytes and number of ranks over the process group's own library. Two ways are taken
-only where the environment asks for them, for they were never measured on several GPUs or nodes: memory that the ranks
-of one node share (`peers`), and a node's subtree before the upper levels (`nodes`). Where one of them cannot work the
-sum is refused in words. Every choice is logged once, by logger `te_overrides.kernels.collectives`.
+The default is a table by operation, bytes and number of ranks over the process group's own library. Other ways are
+taken only where the environment asks for them, for they were never measured on several GPUs or nodes: memory that the
+ranks of one node share (`peers`), a node's subtree before the upper levels (`nodes`), and both (`nodes+peers`: what
+adds within a node shares memory). Where one of them cannot work the sum is refused in words. Every choice is logged
+once, by logger `te_overrides.kernels.collectives`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 VARIABLE = "DETERMINISTIC_ROCM_COLLECTIVES"
 """Must say the same on every rank; it is part of what ranks agree on before a sum's bytes move."""
-SETTINGS = ("group", "nodes", "peers")
+SETTINGS = ("group", "nodes", "peers", "nodes+peers")
 """What it may say; unset is the first."""
 PEER_CAP = 256 << 20
 """Bytes of one rank's message up to which `peers` serves it; twice that is the most that a workspace takes."""
+PEER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What its kernels add."""
 
 _log = logging.getLogger("te_overrides.kernels.collectives")
 
@@ -37,7 +40,7 @@ class SelectionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of the table: the first one that fits serves.
+    """An entry of the table: the first one that fits, and that the ranks' machines leave something to do, serves.
 
     Attributes:
         setting: value of the variable.
@@ -70,6 +73,14 @@ TABLE: tuple[Row, ...] = (
     Row("peers", "reduce_scatter", "peers", most_bytes=PEER_CAP),
     Row("nodes", "all_reduce", "nodes", least_ranks=4),
     Row("nodes", "reduce_scatter", "nodes", least_ranks=4),
+    *(
+        row
+        for operation in ("all_reduce", "reduce_scatter")
+        for row in (
+            Row("nodes+peers", operation, "nodes", least_ranks=4),
+            Row("nodes+peers", operation, "peers", most_bytes=PEER_CAP),
+        )
+    ),
     *(
         row
         for setting in SETTINGS
@@ -108,10 +119,15 @@ def look_up(setting: str, operation: str, ranks: int, size: int) -> str:
     Raises:
         SelectionError: an operation, or a setting, that the table does not list.
     """
-    for row in TABLE:
-        if row.fits(setting, operation, ranks, size):
-            return row.transport
-    raise SelectionError(f"no entry for {operation} of {size} bytes over {ranks} ranks with {setting!r}.")
+    return _fitting(setting, operation, ranks, size)[0]
+
+
+def _fitting(setting: str, operation: str, ranks: int, size: int) -> list[str]:
+    """Transports of all entries that fit, in order; raises as `look_up`."""
+    found = [row.transport for row in TABLE if row.fits(setting, operation, ranks, size)]
+    if not found:
+        raise SelectionError(f"no entry for {operation} of {size} bytes over {ranks} ranks with {setting!r}.")
+    return found
 
 
 @dataclass
@@ -165,14 +181,14 @@ def transport_of(operation: str, x: torch.Tensor, size: int, group: dist.Process
         PeerError: `peers` where ranks cannot share memory.
     """
     setting, ranks = setting_from_environment(), dist.get_world_size(group)
-    transport = look_up(setting, operation, ranks, size)
     why = f"{VARIABLE}={setting}" if VARIABLE in os.environ else "the table"
-    if transport in ("nodes", "peers"):
-        _require_no_capture(transport, x)
-    if transport == "nodes" and len(set(_hosts(group))) in (1, ranks):
-        # One node, or one rank a node: the sum over nodes is the flat one.
-        transport = look_up(SETTINGS[0], operation, ranks, size)
-        why += ", where the ranks' nodes leave one level"
+    fitting = _fitting(setting, operation, ranks, size)
+    if fitting[0] in ("nodes", "peers"):
+        _require_no_capture(fitting[0], x)
+    transport = next(one for one in fitting if _has_work(one, setting, x, group))
+    if transport != fitting[0]:
+        passed = ", ".join(fitting[: fitting.index(transport)])
+        why += f"; {passed} passed over, for the ranks' machines or the operand leave nothing to it"
     if transport == "nodes":
         nodes_of_group(group)
     if transport == "peers":
@@ -183,6 +199,26 @@ def transport_of(operation: str, x: torch.Tensor, size: int, group: dist.Process
         where = f"{ranks} ranks of group {group.group_name}"
         _log.info("%s over %s, first of %d bytes: %s (%s)", operation, where, size, transport, why)
     return transport
+
+
+def _has_work(transport: str, setting: str, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the ranks' machines leave a transport something to do. Collective the first time, where that is asked."""
+    if transport == "nodes":
+        # One node, or one rank a node: the sum over nodes is the flat one.
+        return 1 < len(set(_hosts(group))) < dist.get_world_size(group)
+    if transport == "peers" and setting != "peers":
+        return len(set(_hosts(group))) == 1 and _can_share(x, dist.get_world_size(group))
+    # Where it was asked for by name it is not passed over but refused, by `_require_peers`.
+    return True
+
+
+def _can_share(x: torch.Tensor, ranks: int) -> bool:
+    """Whether the kernels for shared memory are built for such a sum; the same on every rank that has agreed on it."""
+    if not x.is_cuda or x.dtype not in PEER_DTYPES:
+        return False
+    from te_overrides.kernels.collectives.peer import WORLDS
+
+    return ranks in WORLDS
 
 
 def _require_no_capture(transport: str, x: torch.Tensor) -> None:
@@ -199,7 +235,7 @@ def _require_peers(x: torch.Tensor, group: dist.ProcessGroup) -> None:
             f"{VARIABLE}=peers, and a sum over ranks of a tensor on {x.device.type}: memory is shared between GPUs. "
             "Unset the variable."
         )
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if x.dtype not in PEER_DTYPES:
         raise SelectionError(
             f"{VARIABLE}=peers, and a sum over ranks of {x.dtype}: its kernels add bfloat16, float16 and float32. "
             "Unset the variable."
