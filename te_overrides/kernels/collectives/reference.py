@@ -8,6 +8,7 @@ added is added by every rank alike: the balanced tree in rank order, one roundin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,11 +74,19 @@ def _tree(terms: Sequence[torch.Tensor], wide: bool, out: torch.Tensor | None) -
     return total if out is None else out.copy_(total)
 
 
-def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> str:
-    shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
-    # First what a long list of shapes must not push out of the line. The setting as it stands: a value that means
-    # nothing is refused after the ranks have agreed on it.
-    setting = selection.said()
+def _agreed(operation: str, tensors: Sequence[torch.Tensor], wide: bool, group: dist.ProcessGroup) -> int:
+    """Number of this sum in its group, once the ranks agree on it.
+
+    The setting as it stands: a value that means nothing is refused after the ranks have agreed on it.
+    """
+    call = (operation, selection.said(), wide, *((x.dtype, x.shape) for x in tensors))
+    return require_agreement(call, group, tensors[0].device, words=_described)
+
+
+def _described(call: tuple[Any, ...]) -> str:
+    """What a sum is in a message; first what a long list of shapes must not push out of it."""
+    operation, setting, wide, *operands = call
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in operands)
     how = "" if setting == selection.SETTINGS[0] else f" with {selection.VARIABLE}={setting}"
     return f"{operation}{how}{' added in float32' if wide else ''} of {shapes}"
 
@@ -99,7 +108,7 @@ def start_all_reduce(
     if size == 1:
         return _over_one_rank([x], [out])
     assert group is not None
-    require_agreement(_described("all_reduce", [x], wide), group, x.device)
+    number = _agreed("all_reduce", [x], wide, group)
     transport = selection.transport_of("all_reduce", x, x.numel() * x.element_size(), group)
     if transport == "peers":
         from te_overrides.kernels.collectives.peer import start_all_reduce_by_peers
@@ -108,14 +117,16 @@ def start_all_reduce(
     if transport == "nodes":
         from te_overrides.kernels.collectives.nodes import start_all_reduce_over_nodes
 
-        return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), wide=wide, out=out)
+        return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), number, wide=wide, out=out)
     if transport == "shares":
-        return _start_by_shares(x, group, wide, out)
+        return _start_by_shares(x, group, number, wide, out)
     moving = start_all_gather(x, group)
     return Sum(lambda: [_tree(moving.wait(), wide, out)])
 
 
-def _start_by_shares(x: torch.Tensor, group: dist.ProcessGroup, wide: bool, out: torch.Tensor | None) -> Sum:
+def _start_by_shares(
+    x: torch.Tensor, group: dist.ProcessGroup, number: int, wide: bool, out: torch.Tensor | None
+) -> Sum:
     """An all-reduce of which every rank adds a share: it receives 2 (n - 1) / n times the operand, not n - 1 times."""
     size = group_size(group)
     flat = x.detach().reshape(-1)
@@ -124,6 +135,8 @@ def _start_by_shares(x: torch.Tensor, group: dist.ProcessGroup, wide: bool, out:
     moving = start_all_to_all(list(padded.view(size, share)), group)
 
     def finish() -> list[torch.Tensor]:
+        # Sums of one shape that ranks wait for in another order would be gathered from each other's shares.
+        require_agreement("the shares", group, x.device, continues=number)
         shares = all_gather(_tree(moving.wait(), wide, None), group)
         total = torch.cat(shares)[: flat.numel()].view(x.shape)
         return [total if out is None else out.copy_(total)]
@@ -144,7 +157,8 @@ def all_reduce(
 
     Raises:
         CollectiveError: a world size that is no power of two, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
+        DisagreementError, MissingRankError: ranks that call with other shapes, dtypes, operations or settings of the
+            transport, or in another order; a rank that does not come (`agreement.py` says what is found when).
     """
     return start_all_reduce(x, group, wide=wide, out=out).wait()
 
@@ -174,7 +188,7 @@ def start_reduce_scatter_many(
     if size == 1:
         return _over_one_rank(tensors, given)
     assert group is not None
-    require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
+    number = _agreed("reduce_scatter", tensors, wide, group)
     sizes = [x.numel() * x.element_size() for x in tensors]
     transport = selection.transport_of("reduce_scatter", tensors[0], sum(sizes), group)
     if transport == "peers":
@@ -185,7 +199,7 @@ def start_reduce_scatter_many(
         from te_overrides.kernels.collectives.nodes import start_reduce_scatter_over_nodes
 
         return start_reduce_scatter_over_nodes(
-            tensors, selection.nodes_of_group(group), wide=wide, outs=given
+            tensors, selection.nodes_of_group(group), number, wide=wide, outs=given
         )
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
     shares = [as_bytes(x).view(size, x.numel() * x.element_size() // size) for x in tensors]
@@ -240,7 +254,8 @@ def reduce_scatter(
 
     Raises:
         CollectiveError: a world size that is no power of two or does not divide dim 0, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
+        DisagreementError, MissingRankError: ranks that call with other shapes, dtypes, operations or settings of the
+            transport, or in another order; a rank that does not come (`agreement.py` says what is found when).
     """
     return start_reduce_scatter(x, group, wide=wide, out=out).wait()
 
