@@ -7,7 +7,9 @@ import torch.distributed as dist
 from bits import assert_equal_bits
 from procs import run_ranks
 from te_overrides.kernels import accounting
-from te_overrides.kernels.collectives import transport
+from te_overrides.kernels.collectives import agreement, transport
+from te_overrides.kernels.collectives.agreement import DisagreementError
+from te_overrides.kernels.collectives.reference import exchange_columns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 
@@ -58,6 +60,63 @@ def _move(rank, world_size):
 
 def test_bytes_move_in_rank_order_for_every_dtype_and_are_counted():
     assert run_ranks(3, _move) == [(2, 0), (1, 0), (2, 1)]
+
+
+def _disagree(rank, world_size):
+    """Movements on which the last rank means something else: refused on every rank before a byte moves."""
+    group, odd, said = dist.group.WORLD, rank == world_size - 1, []
+    piece = torch.zeros(6)
+    for call in (
+        # Uneven shards of a sequence, an empty one among them; equal bytes in another shape or dtype.
+        lambda: transport.all_gather(torch.zeros(2 if odd else 3, 5), group),
+        lambda: transport.all_gather(torch.zeros(0 if odd else 3, 5), group),
+        lambda: transport.all_gather(torch.zeros(*((3, 2) if odd else (2, 3))), group),
+        lambda: transport.all_gather(torch.zeros(4, dtype=torch.int32 if odd else torch.float32), group),
+        lambda: transport.all_to_all([torch.zeros(2 if odd else 3)] * world_size, group),
+        lambda: (
+            transport.all_gather(piece, group) if odd else transport.all_to_all([piece] * world_size, group)
+        ),
+        # Of one width a piece on every rank.
+        lambda: exchange_columns(torch.zeros(1, 2 * world_size - odd), group),
+    ):
+        with pytest.raises(DisagreementError, match="shards of different sizes are padded to one") as error:
+            call()
+        said.append(str(error.value))
+    for _ in range(2):
+        for x in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.float16)):
+            transport.all_gather(x, group)
+    # Two that are known, in another order: told at the next comparison.
+    order = [torch.bfloat16, torch.float16]
+    for dtype in order[::-1] if odd else order:
+        transport.all_gather(torch.zeros(3, dtype=dtype), group)
+    with pytest.raises(DisagreementError, match="They part at call 5 of the group") as error:
+        agreement.compare(group)
+    return [*said, str(error.value)]
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_ranks_that_mean_different_movements_all_say_so(world):
+    reports = run_ranks(world, _disagree)
+    assert all(report == reports[0] for report in reports)
+    last = world - 1
+    for said, (one, other) in zip(
+        reports[0],
+        (
+            ("all_gather of float32 (3, 5)", "all_gather of float32 (2, 5)"),
+            ("all_gather of float32 (3, 5)", "all_gather of float32 (0, 5)"),
+            ("all_gather of float32 (2, 3)", "all_gather of float32 (3, 2)"),
+            ("all_gather of float32 (4,)", "all_gather of int32 (4,)"),
+            ("all_to_all of float32 (3,)", "all_to_all of float32 (2,)"),
+            ("all_to_all of float32 (6,)", "all_gather of float32 (6,)"),
+            (
+                f"exchange_columns of float32 (1, {2 * world})",
+                f"exchange_columns of float32 (1, {2 * world - 1})",
+            ),
+            ("all_gather of bfloat16 (3,), then", "all_gather of float16 (3,), then"),
+        ),
+        strict=True,
+    ):
+        assert f"rank 0 {one}" in said and f"rank {last} {other}" in said, said
 
 
 def test_no_group_is_a_group_of_one():

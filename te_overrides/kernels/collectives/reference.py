@@ -21,6 +21,7 @@ from te_overrides.kernels.collectives.transport import (
     all_gather,
     all_to_all,
     as_bytes,
+    described_movement,
     group_rank,
     group_size,
     start_all_gather,
@@ -120,7 +121,7 @@ def start_all_reduce(
         return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), number, wide=wide, out=out)
     if transport == "shares":
         return _start_by_shares(x, group, number, wide, out)
-    moving = start_all_gather(x, group)
+    moving = start_all_gather(x, group, agreed=True)
     return Sum(lambda: [_tree(moving.wait(), wide, out)])
 
 
@@ -132,12 +133,12 @@ def _start_by_shares(
     flat = x.detach().reshape(-1)
     share = -(-flat.numel() // size)
     padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
-    moving = start_all_to_all(list(padded.view(size, share)), group)
+    moving = start_all_to_all(list(padded.view(size, share)), group, agreed=True)
 
     def finish() -> list[torch.Tensor]:
         # Sums of one shape that ranks wait for in another order would be gathered from each other's shares.
         require_agreement("the shares", group, x.device, continues=number)
-        shares = all_gather(_tree(moving.wait(), wide, None), group)
+        shares = all_gather(_tree(moving.wait(), wide, None), group, agreed=True)
         total = torch.cat(shares)[: flat.numel()].view(x.shape)
         return [total if out is None else out.copy_(total)]
 
@@ -203,7 +204,7 @@ def start_reduce_scatter_many(
         )
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
     shares = [as_bytes(x).view(size, x.numel() * x.element_size() // size) for x in tensors]
-    moving = start_all_to_all(list(torch.cat(shares, dim=1)), group)
+    moving = start_all_to_all(list(torch.cat(shares, dim=1)), group, agreed=True)
     widths = [share.shape[1] for share in shares]
 
     def finish() -> list[torch.Tensor]:
@@ -280,12 +281,18 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
 
     Returns:
         One tensor [..., C_own] per source rank, in rank order, and the slice of columns owned here.
+
+    Raises:
+        DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
     size = group_size(group)
     cuts = even_cuts(x.shape[-1], size)
     own = cuts[group_rank(group)]
     if size == 1:
         return [x], own
+    assert group is not None
+    # The whole operand: 7 and 8 columns over 4 ranks would travel in pieces of one width.
+    require_agreement(("exchange_columns", x.dtype, x.shape), group, x.device, words=described_movement)
     # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
     width = max(cut.stop - cut.start for cut in cuts)
     pieces = []
@@ -293,7 +300,7 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
         piece = x[..., cut]
         short = width - piece.shape[-1]
         pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
-    received = all_to_all([p.contiguous() for p in pieces], group)
+    received = all_to_all([p.contiguous() for p in pieces], group, agreed=True)
     return [r[..., : own.stop - own.start] for r in received], own
 
 

@@ -8,6 +8,11 @@ Tensors travel as raw bytes. A backend therefore needs no support for a dtype (g
 way can convert, flush a subnormal or quieten a NaN. A group of `None` is a group of one: tensor parallelism or context
 parallelism that is off is spelled like that in the callers, and never means the default process group.
 
+Here every movement passes, so here ranks agree on it (`agreement.py`): operation, dtype, shape, order. Whatever moves
+has one shape on all ranks; callers whose shares differ (columns, units, runs of rows) pad them to one, and shards that
+somebody left uneven are refused by name. What differs rank by rank without a bearing on shapes, such as the boundaries
+of packed sequences, callers agree on themselves. A sum is agreed on as a sum, and moves its parts with `agreed`.
+
 Nothing here is differentiable: results are detached. Callers are autograd functions that state their own backward.
 """
 
@@ -19,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_overrides.kernels import accounting
+from te_overrides.kernels.collectives.agreement import require_agreement
 
 # torch 2.13 renamed the call and warns at every use of the old name; older ones know only that.
 _all_gather_bytes = (
@@ -52,11 +58,24 @@ class Exchange:
         return self._arrived
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
+def _require_agreement(operation: str, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    assert group is not None
+    require_agreement((operation, x.dtype, x.shape), group, x.device, words=described_movement)
+
+
+def described_movement(call: tuple[str, torch.dtype, torch.Size]) -> str:
+    """What a movement is in a message."""
+    operation, dtype, shape = call
+    return f"{operation} of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool = False) -> Exchange:
     """`all_gather` that returns at once; `x` must not be written before `wait`."""
     world = group_size(group)
     if world == 1:
         return Exchange(None, lambda: [x.detach()])
+    if not agreed:
+        _require_agreement("all_gather", x, group)
     payload = as_bytes(x)
     if payload.numel() == 0:
         return Exchange(None, lambda: [torch.empty_like(x) for _ in range(world)])
@@ -70,20 +89,26 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Exchange:
     return Exchange(work, finish)
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+def all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool = False) -> list[Tensor]:
     """Bring every rank's `x` to every rank.
 
     Args:
-        x: any shape and dtype, the same on all ranks of the group (not verified: that would cost an exchange).
+        x: any shape and dtype, the same on all ranks of the group.
         group: the process group, or None for a group of one.
+        agreed: the ranks have agreed on what this is a part of.
 
     Returns:
         One tensor a rank, in rank order, shaped like `x`. In a group of one it is `x` itself, detached, not copied.
+
+    Raises:
+        DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
-    return start_all_gather(x, group).wait()
+    return start_all_gather(x, group, agreed=agreed).wait()
 
 
-def start_all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> Exchange:
+def start_all_to_all(
+    pieces: Sequence[Tensor], group: dist.ProcessGroup | None, *, agreed: bool = False
+) -> Exchange:
     """`all_to_all` that returns at once; the pieces are copied before it does."""
     world = group_size(group)
     if len(pieces) != world:
@@ -99,6 +124,8 @@ def start_all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) 
             )
     if world == 1:
         return Exchange(None, lambda: [first.detach()])
+    if not agreed:
+        _require_agreement("all_to_all", first, group)
     payload = torch.cat([as_bytes(piece) for piece in pieces])
     if payload.numel() == 0:
         return Exchange(None, lambda: [torch.empty_like(first) for _ in range(world)])
@@ -124,6 +151,7 @@ def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> lis
 
     Raises:
         ValueError: the number of pieces is not the size of the group, or their shapes or dtypes differ.
+        DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
     return start_all_to_all(pieces, group).wait()
 
