@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.groups import backend_of, timeout_of
 from te_overrides.kernels.collectives.reference import (
     CollectiveError,
     Sum,
@@ -58,7 +59,8 @@ def require_neighbours(hosts: Sequence[str]) -> int:
 
 
 def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
-    """The groups of a sum over nodes. Collective over `group`, and over no other ranks.
+    """The groups of a sum over nodes, with the backend and the timeout of `group`: a dead rank ends their calls as
+    soon as it ends the flat group's. Collective over `group`, and over no other ranks.
 
     Args:
         group: the flat group.
@@ -72,7 +74,9 @@ def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
     check_sum_world(len(ranks) // size)
     node, number = divmod(own, size)
     inside, across = (
-        dist.new_group(members, use_local_synchronization=True)
+        dist.new_group(
+            members, timeout=timeout_of(group), backend=backend_of(group), use_local_synchronization=True
+        )
         for members in (ranks[node * size : (node + 1) * size], ranks[number::size])
     )
     return Nodes(inside, across)
