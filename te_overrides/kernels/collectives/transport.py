@@ -139,12 +139,15 @@ def start_all_to_all(
     return Exchange(work, finish)
 
 
-def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def all_to_all(
+    pieces: Sequence[Tensor], group: dist.ProcessGroup | None, *, agreed: bool = False
+) -> list[Tensor]:
     """Send `pieces[r]` to rank r and return what every rank sent here.
 
     Args:
         pieces: one tensor a rank, all of one shape and dtype, the same on all ranks of the group.
         group: the process group, or None for a group of one.
+        agreed: the ranks have agreed on what this is a part of.
 
     Returns:
         One tensor a rank, in rank order: entry r is what rank r had at this rank's index.
@@ -153,7 +156,7 @@ def all_to_all(pieces: Sequence[Tensor], group: dist.ProcessGroup | None) -> lis
         ValueError: the number of pieces is not the size of the group, or their shapes or dtypes differ.
         DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
-    return start_all_to_all(pieces, group).wait()
+    return start_all_to_all(pieces, group, agreed=agreed).wait()
 
 
 def as_bytes(x: Tensor) -> Tensor:
