@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from bits import assert_equal_bits
+from fake_streams import FakeStreams
 from procs import run_ranks
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import agreement, transport
@@ -117,6 +118,46 @@ def test_ranks_that_mean_different_movements_all_say_so(world):
         strict=True,
     ):
         assert f"rank 0 {one}" in said and f"rank {last} {other}" in said, said
+
+
+def _on_several_streams(rank, world_size):
+    """Started on one stream, waited for on others. Real bytes over gloo; streams, events and the allocator's records
+    are a log, and every tensor counts as one of a GPU."""
+    streams = FakeStreams()
+    with pytest.MonkeyPatch.context() as patch:
+        streams.install(patch)
+        for start in (
+            lambda x: transport.start_all_gather(x, dist.group.WORLD),
+            lambda x: transport.start_all_to_all(list(x.chunk(world_size)), dist.group.WORLD),
+        ):
+            x = torch.arange(4.0) + rank
+            streams.current = streams.named("start")
+            exchange = start(x)
+            _, (sent, received), _ = exchange._under_way
+            memory = {sent.untyped_storage().data_ptr(), received.untyped_storage().data_ptr()}
+            assert len(memory) == 2
+            del sent, received
+            streams.current, streams.log = streams.named("first"), []
+            arrived = exchange.wait()
+            recorded = {where for what, where, name in streams.log if (what, name) == ("read", "first")}
+            assert memory <= recorded, "what was sent and what arrived is kept for the stream that waits"
+            assert ("event", None, "first") in streams.log
+            streams.log = []
+            assert exchange.wait() == arrived and streams.log == [], "nothing to do on the same stream"
+            streams.current = streams.named("second")
+            exchange.wait()
+            assert ("wait", "first", "second") in streams.log
+            assert ("read", arrived[0].untyped_storage().data_ptr(), "second") in streams.log
+        # A group of one has nothing to wait for but the stream that made it.
+        streams.current = streams.named("start")
+        alone, streams.log = transport.start_all_gather(x, None), []
+        streams.current = streams.named("second")
+        alone.wait()
+        assert streams.log[0] == ("wait all", "start", "second")
+
+
+def test_what_moves_is_kept_for_the_stream_that_waits():
+    run_ranks(2, _on_several_streams)
 
 
 def test_no_group_is_a_group_of_one():

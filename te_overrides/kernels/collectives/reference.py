@@ -17,6 +17,7 @@ from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.collectives.buffers import CollectiveError as CollectiveError
 from te_overrides.kernels.collectives.buffers import copied, require_apart, require_out
+from te_overrides.kernels.collectives.streams import Ready
 from te_overrides.kernels.collectives.transport import (
     all_gather,
     all_to_all,
@@ -48,17 +49,28 @@ def check_sum_world(size: int) -> None:
 
 
 class Sum:
-    """A sum under way. `wait` adds what arrived and returns it; a second `wait` returns it again."""
+    """A sum under way. `wait` adds what arrived and returns it; a second `wait` returns it again.
+
+    On a GPU the current stream adds. A later wait on another stream waits for these additions.
+    """
 
     def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
         self._finish: Callable[[], list[torch.Tensor]] | None = finish
-        self._result: list[torch.Tensor] = []
+        self._result: Ready | None = None
+
+    @classmethod
+    def of(cls, results: Sequence[torch.Tensor]) -> Sum:
+        """A sum that the current stream has made already."""
+        done = cls(list)
+        done._finish, done._result = None, Ready(results, event=False)
+        return done
 
     def wait_all(self) -> list[torch.Tensor]:
         """One tensor for every tensor that was given."""
         if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
+            self._result, self._finish = Ready(self._finish()), None
+        assert self._result is not None
+        return self._result.take()
 
     def wait(self) -> torch.Tensor:
         """The tensor, where one was given."""
@@ -94,8 +106,7 @@ def _described(call: tuple[Any, ...]) -> str:
 
 def _over_one_rank(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None]) -> Sum:
     """The tensors, in their buffers at once."""
-    sums = copied(tensors, outs)
-    return Sum(lambda: sums)
+    return Sum.of(copied(tensors, outs))
 
 
 @eager_only

@@ -16,6 +16,8 @@ of packed sequences, callers agree on themselves. A sum is agreed on as a sum, a
 Nothing here is differentiable: results are detached. Callers are autograd functions that state their own backward.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.streams import Ready, read_here
 
 # torch 2.13 renamed the call and warns at every use of the old name; older ones know only that.
 _all_gather_bytes = (
@@ -43,19 +46,41 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 class Exchange:
-    """Bytes under way. `wait` returns what arrived; a second `wait` returns it again."""
+    """Bytes under way. `wait` returns what arrived; a second `wait` returns it again.
 
-    def __init__(self, work: Any, finish: Callable[[], list[Tensor]]) -> None:
-        self._work, self._finish = work, finish
-        self._arrived: list[Tensor] | None = None
+    Args:
+        work: the library's handle.
+        held: what it reads and writes.
+        finish: what arrived, one tensor a rank, in memory that `held` or the caller holds.
+    """
+
+    def __init__(self, work: Any, held: Sequence[Tensor], finish: Callable[[], list[Tensor]]) -> None:
+        self._under_way: tuple[Any, Sequence[Tensor], Callable[[], list[Tensor]]] | None = (
+            work,
+            held,
+            finish,
+        )
+        self._arrived: Ready | None = None
+
+    @classmethod
+    def of(cls, arrived: Sequence[Tensor]) -> Exchange:
+        """An exchange that brings nothing from elsewhere."""
+        exchange = cls(None, (), list)
+        exchange._under_way, exchange._arrived = None, Ready(arrived, event=False)
+        return exchange
 
     def wait(self) -> list[Tensor]:
-        """One tensor a rank, in rank order. On a GPU the current stream waits, not the host."""
-        if self._arrived is None:
-            if self._work is not None:
-                self._work.wait()
-            self._arrived = self._finish()
-        return self._arrived
+        """One tensor a rank, in rank order. On a GPU the current stream waits, not the host; any stream may be the
+        first to wait, and others may wait after it."""
+        if self._under_way is not None:
+            work, held, finish = self._under_way
+            work.wait()
+            # Made on the stream that started, read on this one. What was sent is gone from the host now, and this
+            # stream is the one that knows when it has left.
+            read_here(held)
+            self._arrived, self._under_way = Ready(finish()), None
+        assert self._arrived is not None
+        return self._arrived.take()
 
 
 def _require_agreement(operation: str, x: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -73,20 +98,18 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool
     """`all_gather` that returns at once; `x` must not be written before `wait`."""
     world = group_size(group)
     if world == 1:
-        return Exchange(None, lambda: [x.detach()])
+        return Exchange.of([x.detach()])
     if not agreed:
         _require_agreement("all_gather", x, group)
     payload = as_bytes(x)
     if payload.numel() == 0:
-        return Exchange(None, lambda: [torch.empty_like(x) for _ in range(world)])
+        return Exchange.of([torch.empty_like(x) for _ in range(world)])
     received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
     work = _all_gather_bytes(received, payload, group=group, async_op=True)
     accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
-
-    def finish(sent: Tensor = payload) -> list[Tensor]:  # the sent bytes live until they have arrived
-        return [_from_bytes(piece, x) for piece in received.chunk(world)]
-
-    return Exchange(work, finish)
+    return Exchange(
+        work, (payload, received), lambda: [_from_bytes(piece, x) for piece in received.chunk(world)]
+    )
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool = False) -> list[Tensor]:
@@ -123,20 +146,18 @@ def start_all_to_all(
                 f"is {first.dtype} {tuple(first.shape)}; pad the pieces to one shape"
             )
     if world == 1:
-        return Exchange(None, lambda: [first.detach()])
+        return Exchange.of([first.detach()])
     if not agreed:
         _require_agreement("all_to_all", first, group)
     payload = torch.cat([as_bytes(piece) for piece in pieces])
     if payload.numel() == 0:
-        return Exchange(None, lambda: [torch.empty_like(first) for _ in range(world)])
+        return Exchange.of([torch.empty_like(first) for _ in range(world)])
     received = torch.empty_like(payload)
     work = dist.all_to_all_single(received, payload, group=group, async_op=True)
     accounting.bytes_sent(payload.numel() // world * (world - 1), "all_to_all")
-
-    def finish(sent: Tensor = payload) -> list[Tensor]:  # the sent bytes live until they have arrived
-        return [_from_bytes(piece, first) for piece in received.chunk(world)]
-
-    return Exchange(work, finish)
+    return Exchange(
+        work, (payload, received), lambda: [_from_bytes(piece, first) for piece in received.chunk(world)]
+    )
 
 
 def all_to_all(
