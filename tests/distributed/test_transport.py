@@ -10,7 +10,7 @@ from procs import run_ranks
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives import agreement, transport
 from te_overrides.kernels.collectives.agreement import DisagreementError
-from te_overrides.kernels.collectives.reference import exchange_columns
+from te_overrides.kernels.collectives.reference import CollectiveError, exchange_columns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 
@@ -20,12 +20,42 @@ def _payload(rank, dtype, shape):
     return (raw > rank + 1) if dtype is torch.bool else raw.to(dtype)
 
 
+def _into_buffers(x, want, rank):
+    """`all_gather` into a buffer: apart, in a larger one, in place, over its own operand, and where nothing lies in a
+    row; with the bytes of the form without one."""
+    group, rows = dist.group.WORLD, x.shape[0] if x.dim() else 1
+    shape = (len(want) * rows, *x.shape[1:])
+
+    def check(x, out, name):
+        behind = out.untyped_storage().data_ptr()
+        got = transport.all_gather(x, group, out=out)
+        for each, wanted in zip(got, want, strict=True):
+            assert_equal_bits(each, wanted, f"{name} {x.dtype} {tuple(x.shape)}")
+            assert each.untyped_storage().data_ptr() == behind
+        assert_equal_bits(out, torch.stack(want).view(shape), f"{name}, the buffer")
+
+    check(x, torch.zeros(shape, dtype=x.dtype), "apart")
+    larger = torch.zeros(shape[0] + 3, *shape[1:], dtype=x.dtype)
+    check(x, larger[1 : shape[0] + 1], "in a larger one")
+    assert not larger[0].any() and not larger[shape[0] + 1 :].any()
+    check(x, torch.zeros(*shape, 2, dtype=x.dtype)[..., 1], "every other place")
+    for name, start in (("in place", rank * rows), ("over its operand", ((rank + 1) % len(want)) * rows)):
+        out = torch.zeros(shape, dtype=x.dtype)
+        own = out[start : start + rows].view(x.shape)
+        own.copy_(x)
+        check(own, out, name)
+    under_way = transport.start_all_gather(x, group, out=(out := torch.zeros(shape, dtype=x.dtype)))
+    under_way.wait()
+    assert_equal_bits(out, torch.stack(want).view(shape), "under way")
+
+
 def _move(rank, world_size):
     for dtype in DTYPES:
         for shape in [(), (3,), (2, 3, 5), (0, 4)]:
             x = _payload(rank, dtype, shape)
             for source, got in enumerate(transport.all_gather(x, dist.group.WORLD)):
                 assert_equal_bits(got, _payload(source, dtype, shape), f"all_gather {dtype} {shape}")
+            _into_buffers(x, [_payload(source, dtype, shape) for source in range(world_size)], rank)
             pieces = [_payload(10 * rank + target, dtype, shape) for target in range(world_size)]
             for source, got in enumerate(transport.all_to_all(pieces, dist.group.WORLD)):
                 assert_equal_bits(
@@ -166,10 +196,14 @@ def test_no_group_is_a_group_of_one():
         assert_equal_bits(transport.all_gather(x, None)[0], x, "all_gather")
         assert_equal_bits(transport.all_to_all([x], None)[0], x, "all_to_all")
     assert counter.bytes_sent == {}
+    for value, out in ((x, torch.zeros(3)), (x[0], torch.zeros(1))):
+        (got,) = transport.all_gather(value, None, out=out)
+        assert_equal_bits(got, value, "into a buffer")
+        assert got.data_ptr() == out.data_ptr() and not got.requires_grad
     assert (transport.group_size(None), transport.group_rank(None)) == (1, 0)
 
 
-def test_pieces_of_different_shapes_or_dtypes_are_refused():
+def test_pieces_and_buffers_that_do_not_fit_are_refused():
     class TwoRanks:
         pass
 
@@ -179,3 +213,8 @@ def test_pieces_of_different_shapes_or_dtypes_are_refused():
             transport.all_to_all([torch.zeros(2), torch.zeros(3)], TwoRanks())
         with pytest.raises(ValueError, match="rank 1 is torch.int64"):
             transport.all_to_all([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], TwoRanks())
+        for out in (torch.zeros(3), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int32)):
+            with pytest.raises(CollectiveError, match="Give a buffer of that"):
+                transport.all_gather(torch.zeros(2), TwoRanks(), out=out)
+        with pytest.raises(CollectiveError, match="several of its elements lie in one place"):
+            transport.all_gather(torch.zeros(2), TwoRanks(), out=torch.zeros(1).expand(4))

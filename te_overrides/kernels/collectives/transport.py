@@ -27,6 +27,7 @@ from torch import Tensor
 
 from te_overrides.kernels import accounting
 from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.buffers import copied, require_out
 from te_overrides.kernels.collectives.streams import Ready, read_here
 
 # torch 2.13 renamed the call and warns at every use of the old name; older ones know only that.
@@ -94,39 +95,79 @@ def described_movement(call: tuple[str, torch.dtype, torch.Size]) -> str:
     return f"{operation} of {str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool = False) -> Exchange:
-    """`all_gather` that returns at once; `x` must not be written before `wait`."""
+def start_all_gather(
+    x: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | None = None, agreed: bool = False
+) -> Exchange:
+    """`all_gather` that returns at once; `x` must not be written before `wait`, nor `out` read or written."""
     world = group_size(group)
+    require_out(out, torch.Size((world * x.shape[0], *x.shape[1:]) if x.dim() else (world,)), x.dtype)
     if world == 1:
-        return Exchange.of([x.detach()])
+        if out is not None:
+            copied([x.detach().reshape(out.shape)], [out])
+        return Exchange.of([x.detach()] if out is None else _shares(out, x, world))
     if not agreed:
         _require_agreement("all_gather", x, group)
-    payload = as_bytes(x)
-    if payload.numel() == 0:
-        return Exchange.of([torch.empty_like(x) for _ in range(world)])
-    received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
+    if x.numel() == 0:
+        return Exchange.of(
+            [torch.empty_like(x) for _ in range(world)] if out is None else _shares(out, x, world)
+        )
+    payload, received = as_bytes(x), None if out is None else _bytes_in_place(x, out, group_rank(group))
+    direct = received is not None
+    if received is None:
+        received = torch.empty(world * payload.numel(), dtype=torch.uint8, device=x.device)
     work = _all_gather_bytes(received, payload, group=group, async_op=True)
     accounting.bytes_sent(payload.numel() * (world - 1), "all_gather")
-    return Exchange(
-        work, (payload, received), lambda: [_from_bytes(piece, x) for piece in received.chunk(world)]
-    )
+
+    def finish(received: Tensor = received) -> list[Tensor]:
+        if out is None:
+            return [_from_bytes(piece, x) for piece in received.chunk(world)]
+        if not direct:
+            out.copy_(received.view(x.dtype).view(out.shape))
+        return _shares(out, x, world)
+
+    return Exchange(work, (payload, received), finish)
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup | None, *, agreed: bool = False) -> list[Tensor]:
+def _shares(out: Tensor, x: Tensor, world: int) -> list[Tensor]:
+    """Of each rank its part of `out`, shaped like `x`."""
+    whole = out.detach()
+    if not x.dim():
+        return list(whole.unbind())
+    return [whole.narrow(0, rank * x.shape[0], x.shape[0]) for rank in range(world)]
+
+
+def _bytes_in_place(x: Tensor, out: Tensor, rank: int) -> Tensor | None:
+    """The bytes of `out`, where a library may write what arrives: they lie in a row, and `x` is not among them, or at
+    its own place."""
+    if not out.is_contiguous() or out.is_neg() or out.is_conj():
+        return None
+    own = out.data_ptr() + rank * x.numel() * x.element_size()
+    apart = x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    at_home = x.data_ptr() == own and x.is_contiguous() and not (x.is_neg() or x.is_conj())
+    return as_bytes(out) if apart or at_home else None
+
+
+def all_gather(
+    x: Tensor, group: dist.ProcessGroup | None, *, out: Tensor | None = None, agreed: bool = False
+) -> list[Tensor]:
     """Bring every rank's `x` to every rank.
 
     Args:
         x: any shape and dtype, the same on all ranks of the group.
         group: the process group, or None for a group of one.
+        out: [ranks * n, ...] for an `x` of [n, ...], [ranks] for a number: where the tensors go, one after the other.
+            `x` may be this rank's own rows of it (in place), or lie elsewhere in it.
         agreed: the ranks have agreed on what this is a part of.
 
     Returns:
-        One tensor a rank, in rank order, shaped like `x`. In a group of one it is `x` itself, detached, not copied.
+        One tensor a rank, in rank order, shaped like `x`: views of `out`, where there is one. In a group of one it is
+        `x` itself, detached, not copied, without `out`.
 
     Raises:
+        CollectiveError: an `out` that does not fit, or in which several elements lie in one place.
         DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
-    return start_all_gather(x, group, agreed=agreed).wait()
+    return start_all_gather(x, group, out=out, agreed=agreed).wait()
 
 
 def start_all_to_all(
