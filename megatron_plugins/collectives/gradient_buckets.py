@@ -28,15 +28,18 @@ _under_way: collections.deque[GradientHandle] = collections.deque()
 
 
 class GradientHandle:
-    """Sums under way. The results are in the gradient buffer after `wait`; waiting again does nothing."""
+    """Sums under way. The results are in the gradient buffer after `wait`.
+
+    `_started` may have waited before upstream does, on another stream: upstream's wait then adds nothing, but its
+    stream waits for the additions.
+    """
 
     def __init__(self, sums: Sequence[Sum]) -> None:
-        self._sums: Sequence[Sum] = sums
+        self._sums = sums
 
     def wait(self) -> None:
         """Add what arrived. On a GPU the current stream waits, not the host."""
-        sums, self._sums = self._sums, ()
-        for each in sums:
+        for each in self._sums:
             each.wait_all()
 
 

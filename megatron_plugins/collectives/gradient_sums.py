@@ -111,9 +111,9 @@ def _start_over_mesh(
         )
         require_agreement(line, group, bucket.device)
         if shards is None:
-            under_way.append(start_all_gather(bucket, group))
+            under_way.append(start_all_gather(bucket, group, agreed=True))
         else:
-            under_way.append(start_all_to_all(list(bucket.chunk(group_size(group))), group))
+            under_way.append(start_all_to_all(list(bucket.chunk(group_size(group))), group, agreed=True))
 
     def finish() -> list[torch.Tensor]:
         arrived = [moving.wait() for moving in under_way]

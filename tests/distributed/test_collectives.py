@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bits import assert_equal_bits
+from bits import assert_equal_bits, count_mismatches
 from procs import run_ranks
 from te_overrides.kernels import accounting
-from te_overrides.kernels.collectives import agreement, selection
+from te_overrides.kernels.collectives import agreement, groups, selection
 from te_overrides.kernels.collectives import reference as sums
 from te_overrides.kernels.collectives.agreement import DisagreementError
+from te_overrides.kernels.collectives.meeting import MissingRankError
 from te_overrides.kernels.collectives.transport import all_gather
 from te_overrides.kernels.tree.reference import balanced_tree
 
@@ -204,12 +206,12 @@ def _disagree(rank: int, world: int) -> str:
             odd()
         found.append(str(error.value))
     # A destroyed group takes what it agreed on with it: the next one may get its name and its id on some ranks.
-    before = len(agreement._agreed)
+    before = len(agreement._calls)
     short = dist.new_group(list(range(world)))
     agreement.require_agreement("a line", short, torch.device("cpu"))
     dist.destroy_process_group(short)
     del short
-    assert len(agreement._agreed) == before
+    assert len(agreement._calls) == before
     # Nothing is left behind: the next sum is right.
     assert_equal_bits(sums.all_reduce(torch.ones(4), group), torch.full((4,), 4.0), "after a disagreement")
     return " | ".join(found)
@@ -225,11 +227,137 @@ def test_ranks_that_mean_different_sums_all_say_so() -> None:
         "rank 0 all_reduce of float32 (8,)",
         "reduce_scatter of float32 (8,)",
         "added in float32",
-        "rank 1 all_reduce of float32 (10,); rank 2 all_reduce with DETERMINISTIC_ROCM_COLLECTIVES=nodes of",
+        "all_reduce of float32 (10,) (so do ranks [1, 3]); rank 2 all_reduce with "
+        "DETERMINISTIC_ROCM_COLLECTIVES=nodes of",
         "rank 1 all_reduce with DETERMINISTIC_ROCM_COLLECTIVES=rccl of float32 (11,)",
         "… [",
     ):
         assert words in reports[0], reports[0]
+
+
+def _error(call: Callable[[], Any]) -> str:
+    with pytest.raises((DisagreementError, MissingRankError)) as error:
+        call()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def _swap(rank: int, world: int) -> tuple[int, list[str]]:
+    """One rank makes two known sums of one size in the other order, then all go on alike."""
+    group = dist.group.WORLD
+    assert group is not None
+    agreement.EVERY = 32
+    a, b = torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float16)
+    for _ in range(20):
+        for x in (a, b):
+            assert_equal_bits(sums.all_reduce(x, group), torch.full_like(x, world), "in one order")
+    order = [b, a] if rank == world - 1 else [a, b]
+    wrong = sum(count_mismatches(sums.all_reduce(x, group), torch.full_like(x, world))[0] for x in order)
+    calls = 2
+
+    def go_on() -> None:
+        nonlocal calls
+        for _ in range(3 * agreement.EVERY):
+            sums.all_reduce(a, group)
+            calls += 1
+
+    said = _error(go_on)
+    assert calls <= agreement.EVERY and wrong, f"told after {calls} calls, {wrong} elements wrong"
+    # The order is lost for good: nothing in this group is computed any more.
+    assert _error(lambda: sums.all_reduce(a, group)) == said
+    # Other groups are untouched; a comparison on request finds what no call follows.
+    other = dist.new_group(list(range(world)))
+    for x in (a, b, *order):
+        sums.all_reduce(x, other)
+    at_the_end = _error(lambda: agreement.compare(other))
+    # Equal sums that ranks wait for in another order: their shares are gathered at the wait.
+    third, table = dist.new_group(list(range(world))), selection.TABLE
+    selection.TABLE = (selection.Row("group", "all_reduce", "shares"), *table)
+    under_way = [sums.start_all_reduce(torch.full((8,), n), third) for n in (1.0, 2.0)]
+    for each in under_way[::-1] if rank == 0 else under_way:
+        each.wait()
+    return wrong, [said, at_the_end, _error(lambda: agreement.compare(third))]
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_ranks_that_swap_known_sums_are_told_within_the_calls_between_comparisons(world: int) -> None:
+    results = run_ranks(world, _swap)
+    print(f"elements that differ before anybody is told, a rank: {[wrong for wrong, _ in results]} of 8")
+    assert all(said == results[0][1] for _, said in results), "every rank says the same"
+    swapped, at_the_end, waits = results[0][1]
+    bf16, fp16 = "all_reduce of bfloat16 (4,)", "all_reduce of float16 (4,)"
+    others = f" (so do ranks {list(range(1, world - 1))})"
+    for said, call in ((swapped, 41), (at_the_end, 3)):
+        assert "or the same in another order. They part at call " + str(call) in said, said
+        assert f"rank 0 {bf16}, then {fp16}" in said and f"rank {world - 1} {fp16}, then {bf16}" in said, said
+    assert others in swapped and "Every rank must make the same calls" in swapped, swapped
+    assert "rank 0 the shares of call 2, then the shares of call 1" in waits, waits
+
+
+def _store_keys(group: dist.ProcessGroup) -> int:
+    """While no rank adds any."""
+    dist.barrier(group)
+    keys: int = groups.store_of(group).num_keys()
+    dist.barrier(group)
+    return keys
+
+
+def _beside_the_payload(rank: int, world: int) -> list[str]:
+    """What a new call and a known one do to each other; what stays in the store; what a graph's capture asks."""
+    group, said = dist.group.WORLD, []
+    assert group is not None
+    agreement.EVERY = 16
+    sums.all_reduce(torch.ones(1), group)
+    before = _store_keys(group)
+    for n in range(40):
+        sums.all_reduce(torch.ones(n % 20), group)
+    after = _store_keys(group)
+    assert after == before, f"{after - before} keys more"
+    # While a graph is captured nothing is asked, and its calls count alike; what became due comes behind it.
+    calls, cuda = agreement._calls[group], torch.device("cuda")
+    known, meetings = next(iter(calls.known)), calls.meetings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(2 * agreement.EVERY):
+            agreement.require_agreement(known, group, cuda)
+        with pytest.raises(agreement.CaptureError, match="new to a graph"):
+            agreement.require_agreement("new to a graph", group, cuda)
+        assert calls.meetings == meetings and len(calls.since) >= 2 * agreement.EVERY
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        agreement.require_agreement(known, group, cuda)
+    assert calls.meetings == meetings + 1 and len(calls.since) == 1
+    # 512 bytes that are known on one rank and a new sum on the others: an error, and nobody's words are added.
+    short, *later = (dist.new_group(list(range(world)), timeout=timedelta(seconds=1)) for _ in range(3))
+    x = torch.ones(128)
+    sums.all_reduce(x, short)
+    start = time.monotonic()
+    with pytest.raises((MissingRankError, RuntimeError)) as error:
+        sums.all_reduce(x if rank == 1 else torch.ones(7), short)
+    said.append(f"{type(error.value).__name__}: {error.value}")
+    # A rank that does not come at all, rank 0, which compares, included.
+    for absent, late in zip((2, 0), later, strict=True):
+        dist.barrier()
+        if rank == absent:
+            # When the others have gone it must not go on as if they were there.
+            time.sleep(2)
+        said.append(_error(lambda late=late: sums.all_reduce(x, late)))
+        again = _error(lambda late=late: sums.all_reduce(x, late))
+        assert "an earlier call of this group failed" in again and said[-1].split(": ", 1)[1] in again, again
+    assert time.monotonic() - start < 20
+    return said
+
+
+def test_what_ranks_exchange_about_a_sum_never_meets_its_payload() -> None:
+    results = run_ranks(4, _beside_the_payload)
+    everybody = list(range(4))
+    for rank, (line, second, zeroth) in enumerate(results):
+        for absent, said in ((1, line), (2, second), (0, zeroth)):
+            came = [other for other in everybody if other != absent]
+            if rank != absent:
+                assert "within its timeout of 1 s" in said, said
+                assert f"ranks {came} came, ranks {[absent]} did not" in said, f"rank {rank}: {said}"
+        # Its own payload found nobody.
+        if rank == 1:
+            assert line.startswith("RuntimeError"), line
 
 
 def _die(rank: int, world: int, folder: str) -> None:

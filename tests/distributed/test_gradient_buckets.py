@@ -6,6 +6,7 @@ scaled, then the balanced tree over data-parallel ranks. Under context paralleli
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bits import assert_equal_bits, count_mismatches
+from fake_streams import FakeStreams
 from megatron_plugins.collectives import gradient_sums
 from megatron_plugins.collectives.gradient_sums import Mesh, mesh_of
 from patches.errors import NotCoveredError
@@ -284,6 +286,35 @@ def test_another_order_would_be_noticed_and_overlap_is_overlap() -> None:
         assert differ > total // 10
     for _, most, asynchronous in changed:
         assert most == 2 and len(asynchronous) == STEPS * len(SHAPES) and all(asynchronous)
+
+
+def test_a_wait_on_another_stream_waits_for_additions_made_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest sums are finished when newer ones start, on the stream of a backward; upstream waits on its own."""
+    from megatron_plugins.collectives import gradient_buckets
+    from te_overrides.kernels.collectives.reference import Sum
+
+    streams, added = FakeStreams(), []
+    streams.install(monkeypatch)
+    streams.current = streams.named("backward")
+
+    def finish() -> list[torch.Tensor]:
+        added.append(streams.current.name)
+        streams.log.append(("add", None, streams.current.name))
+        return [torch.ones(1)]
+
+    monkeypatch.setattr(gradient_buckets, "_under_way", collections.deque())
+    oldest, *_ = [gradient_buckets._started([Sum(finish)]) for _ in range(gradient_buckets.UNDER_WAY + 1)]
+    assert added == ["backward"]
+    assert streams.log == [("add", None, "backward"), ("event", None, "backward")], (
+        "the event comes behind the adds"
+    )
+    oldest.wait()
+    assert len(streams.log) == 2, "nothing to wait for on the stream that added"
+    streams.current = streams.named("optimizer")
+    for _ in range(2):
+        streams.log.clear()
+        oldest.wait()
+        assert streams.log[0] == ("wait", "backward", "optimizer") and added == ["backward"]
 
 
 def _six_ranks(rank: int, world: int, cases: dict[str, Case]) -> list[str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from bits import assert_equal_bits
 from procs import run_ranks
-from te_overrides.kernels.collectives import peer, selection
+from te_overrides.kernels.collectives import agreement, groups, peer, selection
 from te_overrides.kernels.collectives.nodes import require_neighbours
 from te_overrides.kernels.collectives.reference import (
     CollectiveError,
@@ -113,6 +117,42 @@ def test_a_sum_over_nodes_has_the_bits_of_the_flat_one(world: int, layouts: tupl
         assert compared
         over_nodes = [line for line in lines if line.endswith(f": nodes ({selection.VARIABLE}=nodes)")]
         assert len(set(lines)) == len(lines) and len(over_nodes) == 2 * sum(1 < n < world for n in layouts)
+
+
+def _made_and_gone(rank: int, world: int) -> tuple[list[str], int, list[str]]:
+    """A group with a timeout of its own sums over nodes and is destroyed: what its node groups were made with, what was
+    alive, and what still is."""
+    selection.host_of_this_rank = lambda: f"node {rank // 2}"
+    os.environ[selection.VARIABLE] = "nodes"
+    torch_groups = len(distributed_c10d._world.pg_map)
+    kept = len(agreement._calls), len(selection._known)
+    flat = dist.new_group(list(range(world)), timeout=timedelta(seconds=77), backend="cpu:gloo")
+    all_reduce(torch.ones(3), flat)
+    nodes = selection.nodes_of_group(flat)
+    made: list[weakref.ref[dist.ProcessGroup]] = [weakref.ref(flat)]
+    found = []
+    for group in (nodes.inside, nodes.across):
+        assert group is not None and group.size() == 2
+        found.append(f"{groups.timeout_of(group)} {groups.backend_of(group)}")
+        made.append(weakref.ref(group))
+    found.append(f"{groups.timeout_of(flat)} {groups.backend_of(flat)}")
+    del nodes, group
+    gc.collect()
+    alive = sum(each() is not None for each in made)
+    dist.barrier()
+    dist.destroy_process_group(flat)
+    del flat
+    held = [str(each()) for each in made if each() is not None]
+    held += ["a group of torch"] * (len(distributed_c10d._world.pg_map) - torch_groups)
+    if (len(agreement._calls), len(selection._known)) != kept:
+        held.append("an entry of ours")
+    return found, alive, held
+
+
+def test_groups_of_nodes_have_the_timeout_of_their_group_and_go_with_it() -> None:
+    for found, alive, held in run_ranks(4, _made_and_gone):
+        assert found == ["0:01:17 cpu:gloo"] * 3, found
+        assert alive == 3 and not held, (alive, held)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,8 @@ def test_a_captured_sum_that_was_never_agreed_on_is_refused_by_name(monkeypatch:
         pass
 
     group: Any = Group()
-    agreement._agreed[group] = {"all_reduce of float32 (4,)"}
+    known = "all_reduce of float32 (4,)"
+    agreement._calls[group] = agreement._Calls(known={known: (1, known)})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     agreement.require_agreement("all_reduce of float32 (4,)", group, torch.device("cuda"))
     with pytest.raises(

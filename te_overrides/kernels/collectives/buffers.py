@@ -1,4 +1,4 @@
-"""Where a sum may be written: every element of `out` in a place of its own, or the last writer would win unseen."""
+"""Where a result may be written: every element of `out` in a place of its own, or the last writer would win unseen."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class CollectiveError(ValueError):
 
 
 def require_out(out: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Raises CollectiveError where `out` does not fit a sum of `shape` and `dtype`."""
+    """Raises CollectiveError where `out` does not fit a result of `shape` and `dtype`."""
     if out is None:
         return
     if out.shape != shape or out.dtype != dtype:
         raise CollectiveError(
-            f"out is {out.dtype} {tuple(out.shape)}; the sum is {dtype} {tuple(shape)}. Give a buffer of that "
+            f"out is {out.dtype} {tuple(out.shape)}; the result is {dtype} {tuple(shape)}. Give a buffer of that "
             "shape and dtype."
         )
     if _is_folded(out):

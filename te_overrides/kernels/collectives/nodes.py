@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from te_overrides.kernels.collectives.agreement import require_agreement
+from te_overrides.kernels.collectives.groups import backend_of, timeout_of
 from te_overrides.kernels.collectives.reference import (
     CollectiveError,
     Sum,
@@ -57,7 +59,8 @@ def require_neighbours(hosts: Sequence[str]) -> int:
 
 
 def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
-    """The groups of a sum over nodes. Collective over `group`, and over no other ranks.
+    """The groups of a sum over nodes, with the backend and the timeout of `group`: a dead rank ends their calls as
+    soon as it ends the flat group's. Collective over `group`, and over no other ranks.
 
     Args:
         group: the flat group.
@@ -71,7 +74,9 @@ def nodes_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Nodes:
     check_sum_world(len(ranks) // size)
     node, number = divmod(own, size)
     inside, across = (
-        dist.new_group(members, use_local_synchronization=True)
+        dist.new_group(
+            members, timeout=timeout_of(group), backend=backend_of(group), use_local_synchronization=True
+        )
         for members in (ranks[node * size : (node + 1) * size], ranks[number::size])
     )
     return Nodes(inside, across)
@@ -87,26 +92,39 @@ def _finished(total: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None)
     return total if out is None else out.copy_(total)
 
 
+def _require_order(nodes: Nodes, number: int, device: torch.device) -> None:
+    """The upper levels begin at the wait: ranks that wait in another order would add other sums."""
+    if nodes.across is not None and group_size(nodes.across) > 1:
+        require_agreement("the upper levels", nodes.across, device, continues=number)
+
+
 def start_all_reduce_over_nodes(
-    x: torch.Tensor, nodes: Nodes, *, wide: bool = False, out: torch.Tensor | None = None
+    x: torch.Tensor, nodes: Nodes, number: int, *, wide: bool = False, out: torch.Tensor | None = None
 ) -> Sum:
-    """The tree over all ranks of `x`, on every rank. Arguments as for `reference.start_all_reduce`."""
+    """The tree over all ranks of `x`, on every rank.
+
+    Args:
+        number: of this sum in the flat group (`agreement.require_agreement`). Others as for
+            `reference.start_all_reduce`.
+    """
     moving = start_all_reduce(_terms(x, wide), nodes.inside)
 
     def finish() -> list[torch.Tensor]:
+        _require_order(nodes, number, x.device)
         return [_finished(start_all_reduce(moving.wait(), nodes.across).wait(), x.dtype, out)]
 
     return Sum(finish)
 
 
 def start_reduce_scatter_over_nodes(
-    tensors: Sequence[torch.Tensor], nodes: Nodes, *, wide: bool = False,
+    tensors: Sequence[torch.Tensor], nodes: Nodes, number: int, *, wide: bool = False,
     outs: Sequence[torch.Tensor | None] | None = None,
 ) -> Sum:  # fmt: skip
     """This rank's slice along dim 0 of the tree over all ranks, for each tensor.
 
     Args:
-        tensors: [n, ...], n divisible by the number of ranks. Others as for `reference.start_reduce_scatter_many`.
+        tensors: [n, ...], n divisible by the number of ranks.
+        number: of this sum in the flat group. Others as for `reference.start_reduce_scatter_many`.
     """
     inside, across = group_size(nodes.inside), group_size(nodes.across)
     # Slices of the ranks with one number, of all nodes, next to each other: [number, node, slice].
@@ -119,6 +137,7 @@ def start_reduce_scatter_over_nodes(
     given = [None] * len(tensors) if outs is None else list(outs)
 
     def finish() -> list[torch.Tensor]:
+        _require_order(nodes, number, tensors[0].device)
         totals = start_reduce_scatter_many(moving.wait_all(), nodes.across).wait_all()
         return [_finished(total, x.dtype, out) for total, x, out in zip(totals, tensors, given, strict=True)]
 

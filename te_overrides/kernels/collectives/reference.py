@@ -8,6 +8,7 @@ added is added by every rank alike: the balanced tree in rank order, one roundin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from te_overrides.kernels.collectives import selection
 from te_overrides.kernels.collectives.agreement import require_agreement
 from te_overrides.kernels.collectives.buffers import CollectiveError as CollectiveError
 from te_overrides.kernels.collectives.buffers import copied, require_apart, require_out
+from te_overrides.kernels.collectives.streams import Ready
 from te_overrides.kernels.collectives.transport import (
     all_gather,
     all_to_all,
     as_bytes,
+    described_movement,
     group_rank,
     group_size,
     start_all_gather,
@@ -46,17 +49,28 @@ def check_sum_world(size: int) -> None:
 
 
 class Sum:
-    """A sum under way. `wait` adds what arrived and returns it; a second `wait` returns it again."""
+    """A sum under way. `wait` adds what arrived and returns it; a second `wait` returns it again.
+
+    On a GPU the current stream adds. A later wait on another stream waits for these additions.
+    """
 
     def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
         self._finish: Callable[[], list[torch.Tensor]] | None = finish
-        self._result: list[torch.Tensor] = []
+        self._result: Ready | None = None
+
+    @classmethod
+    def of(cls, results: Sequence[torch.Tensor]) -> Sum:
+        """A sum that the current stream has made already."""
+        done = cls(list)
+        done._finish, done._result = None, Ready(results, event=False)
+        return done
 
     def wait_all(self) -> list[torch.Tensor]:
         """One tensor for every tensor that was given."""
         if self._finish is not None:
-            self._result, self._finish = self._finish(), None
-        return self._result
+            self._result, self._finish = Ready(self._finish()), None
+        assert self._result is not None
+        return self._result.take()
 
     def wait(self) -> torch.Tensor:
         """The tensor, where one was given."""
@@ -73,19 +87,26 @@ def _tree(terms: Sequence[torch.Tensor], wide: bool, out: torch.Tensor | None) -
     return total if out is None else out.copy_(total)
 
 
-def _described(operation: str, tensors: Sequence[torch.Tensor], wide: bool) -> str:
-    shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors)
-    # First what a long list of shapes must not push out of the line. The setting as it stands: a value that means
-    # nothing is refused after the ranks have agreed on it.
-    setting = selection.said()
+def _agreed(operation: str, tensors: Sequence[torch.Tensor], wide: bool, group: dist.ProcessGroup) -> int:
+    """Number of this sum in its group, once the ranks agree on it.
+
+    The setting as it stands: a value that means nothing is refused after the ranks have agreed on it.
+    """
+    call = (operation, selection.said(), wide, *((x.dtype, x.shape) for x in tensors))
+    return require_agreement(call, group, tensors[0].device, words=_described)
+
+
+def _described(call: tuple[Any, ...]) -> str:
+    """What a sum is in a message; first what a long list of shapes must not push out of it."""
+    operation, setting, wide, *operands = call
+    shapes = ", ".join(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}" for dtype, shape in operands)
     how = "" if setting == selection.SETTINGS[0] else f" with {selection.VARIABLE}={setting}"
     return f"{operation}{how}{' added in float32' if wide else ''} of {shapes}"
 
 
 def _over_one_rank(tensors: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None]) -> Sum:
     """The tensors, in their buffers at once."""
-    sums = copied(tensors, outs)
-    return Sum(lambda: sums)
+    return Sum.of(copied(tensors, outs))
 
 
 @eager_only
@@ -99,7 +120,7 @@ def start_all_reduce(
     if size == 1:
         return _over_one_rank([x], [out])
     assert group is not None
-    require_agreement(_described("all_reduce", [x], wide), group, x.device)
+    number = _agreed("all_reduce", [x], wide, group)
     transport = selection.transport_of("all_reduce", x, x.numel() * x.element_size(), group)
     if transport == "peers":
         from te_overrides.kernels.collectives.peer import start_all_reduce_by_peers
@@ -108,23 +129,27 @@ def start_all_reduce(
     if transport == "nodes":
         from te_overrides.kernels.collectives.nodes import start_all_reduce_over_nodes
 
-        return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), wide=wide, out=out)
+        return start_all_reduce_over_nodes(x, selection.nodes_of_group(group), number, wide=wide, out=out)
     if transport == "shares":
-        return _start_by_shares(x, group, wide, out)
-    moving = start_all_gather(x, group)
+        return _start_by_shares(x, group, number, wide, out)
+    moving = start_all_gather(x, group, agreed=True)
     return Sum(lambda: [_tree(moving.wait(), wide, out)])
 
 
-def _start_by_shares(x: torch.Tensor, group: dist.ProcessGroup, wide: bool, out: torch.Tensor | None) -> Sum:
+def _start_by_shares(
+    x: torch.Tensor, group: dist.ProcessGroup, number: int, wide: bool, out: torch.Tensor | None
+) -> Sum:
     """An all-reduce of which every rank adds a share: it receives 2 (n - 1) / n times the operand, not n - 1 times."""
     size = group_size(group)
     flat = x.detach().reshape(-1)
     share = -(-flat.numel() // size)
     padded = torch.nn.functional.pad(flat, (0, share * size - flat.numel()))
-    moving = start_all_to_all(list(padded.view(size, share)), group)
+    moving = start_all_to_all(list(padded.view(size, share)), group, agreed=True)
 
     def finish() -> list[torch.Tensor]:
-        shares = all_gather(_tree(moving.wait(), wide, None), group)
+        # Sums of one shape that ranks wait for in another order would be gathered from each other's shares.
+        require_agreement("the shares", group, x.device, continues=number)
+        shares = all_gather(_tree(moving.wait(), wide, None), group, agreed=True)
         total = torch.cat(shares)[: flat.numel()].view(x.shape)
         return [total if out is None else out.copy_(total)]
 
@@ -144,7 +169,8 @@ def all_reduce(
 
     Raises:
         CollectiveError: a world size that is no power of two, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
+        DisagreementError, MissingRankError: ranks that call with other shapes, dtypes, operations or settings of the
+            transport, or in another order; a rank that does not come (`agreement.py` says what is found when).
     """
     return start_all_reduce(x, group, wide=wide, out=out).wait()
 
@@ -174,7 +200,7 @@ def start_reduce_scatter_many(
     if size == 1:
         return _over_one_rank(tensors, given)
     assert group is not None
-    require_agreement(_described("reduce_scatter", tensors, wide), group, tensors[0].device)
+    number = _agreed("reduce_scatter", tensors, wide, group)
     sizes = [x.numel() * x.element_size() for x in tensors]
     transport = selection.transport_of("reduce_scatter", tensors[0], sum(sizes), group)
     if transport == "peers":
@@ -185,11 +211,11 @@ def start_reduce_scatter_many(
         from te_overrides.kernels.collectives.nodes import start_reduce_scatter_over_nodes
 
         return start_reduce_scatter_over_nodes(
-            tensors, selection.nodes_of_group(group), wide=wide, outs=given
+            tensors, selection.nodes_of_group(group), number, wide=wide, outs=given
         )
     # One exchange for all of them: a rank's shares lie one after the other, as bytes.
     shares = [as_bytes(x).view(size, x.numel() * x.element_size() // size) for x in tensors]
-    moving = start_all_to_all(list(torch.cat(shares, dim=1)), group)
+    moving = start_all_to_all(list(torch.cat(shares, dim=1)), group, agreed=True)
     widths = [share.shape[1] for share in shares]
 
     def finish() -> list[torch.Tensor]:
@@ -240,7 +266,8 @@ def reduce_scatter(
 
     Raises:
         CollectiveError: a world size that is no power of two or does not divide dim 0, an `out` that does not fit.
-        DisagreementError: ranks that call with other shapes, dtypes, operations or settings of the transport.
+        DisagreementError, MissingRankError: ranks that call with other shapes, dtypes, operations or settings of the
+            transport, or in another order; a rank that does not come (`agreement.py` says what is found when).
     """
     return start_reduce_scatter(x, group, wide=wide, out=out).wait()
 
@@ -265,12 +292,18 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
 
     Returns:
         One tensor [..., C_own] per source rank, in rank order, and the slice of columns owned here.
+
+    Raises:
+        DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
     size = group_size(group)
     cuts = even_cuts(x.shape[-1], size)
     own = cuts[group_rank(group)]
     if size == 1:
         return [x], own
+    assert group is not None
+    # The whole operand: 7 and 8 columns over 4 ranks would travel in pieces of one width.
+    require_agreement(("exchange_columns", x.dtype, x.shape), group, x.device, words=described_movement)
     # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
     width = max(cut.stop - cut.start for cut in cuts)
     pieces = []
@@ -278,7 +311,7 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
         piece = x[..., cut]
         short = width - piece.shape[-1]
         pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
-    received = all_to_all([p.contiguous() for p in pieces], group)
+    received = all_to_all([p.contiguous() for p in pieces], group, agreed=True)
     return [r[..., : own.stop - own.start] for r in received], own
 
 

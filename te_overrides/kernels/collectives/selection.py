@@ -14,9 +14,11 @@ import logging
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from te_overrides.kernels.collectives.nodes import Nodes
@@ -132,9 +134,8 @@ def _fitting(setting: str, operation: str, ranks: int, size: int) -> list[str]:
 
 @dataclass
 class _Known:
-    """What this process knows of a group; it holds the group, so that no other one gets its id."""
+    """What this process knows of a group; nothing of it holds the group, but for shared memory."""
 
-    group: dist.ProcessGroup
     hosts: list[str] | None = None
     nodes: Nodes | None = None
     peers: SymmetricWorkspace | None = None
@@ -142,11 +143,13 @@ class _Known:
     logged: set[tuple[str, str]] = field(default_factory=set)
 
 
-_known: dict[int, _Known] = {}
+# By the group itself, which may go: after `destroy_process_group` nothing here keeps it. Shared memory does, until
+# `close`: a peer may still read it.
+_known: WeakKeyDictionary[dist.ProcessGroup, _Known] = WeakKeyDictionary()
 
 
 def _of(group: dist.ProcessGroup) -> _Known:
-    return _known.setdefault(id(group), _Known(group))
+    return _known.setdefault(group, _Known())
 
 
 def host_of_this_rank() -> str:
@@ -269,7 +272,16 @@ def nodes_of_group(group: dist.ProcessGroup) -> Nodes:
         from te_overrides.kernels.collectives.nodes import nodes_of
 
         known.nodes = nodes_of(group, _hosts(group))
+        # Made for this group alone, they go with it.
+        finalize(group, _destroy, known.nodes).atexit = False
     return known.nodes
+
+
+def _destroy(nodes: Nodes) -> None:
+    for group in (nodes.inside, nodes.across):
+        # The whole world may have been destroyed before.
+        if group is not None and group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
 
 def close() -> None:
