@@ -18,7 +18,6 @@ from te_overrides.kernels.collectives.buffers import CollectiveError as Collecti
 from te_overrides.kernels.collectives.buffers import copied, require_apart, require_out
 from te_overrides.kernels.collectives.transport import (
     all_gather,
-    all_to_all,
     as_bytes,
     group_rank,
     group_size,
@@ -257,6 +256,26 @@ def even_cuts(size: int, parts: int) -> list[slice]:
 
 
 @eager_only
+def start_exchange_columns(
+    x: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[Callable[[], list[torch.Tensor]], slice]:
+    """`exchange_columns` that returns at once: what it returns waits for the columns. `x` may be written afterwards."""
+    size = group_size(group)
+    cuts = even_cuts(x.shape[-1], size)
+    own = cuts[group_rank(group)]
+    if size == 1:
+        return lambda: [x], own
+    # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
+    width = max(cut.stop - cut.start for cut in cuts)
+    pieces = []
+    for cut in cuts:
+        piece = x[..., cut]
+        short = width - piece.shape[-1]
+        pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
+    moving = start_all_to_all([p.contiguous() for p in pieces], group)
+    return lambda: [r[..., : own.stop - own.start] for r in moving.wait()], own
+
+
 def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], slice]:
     """All-to-all by columns: every rank's `x` restricted to the columns of its last dim that this rank owns.
 
@@ -266,20 +285,8 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
     Returns:
         One tensor [..., C_own] per source rank, in rank order, and the slice of columns owned here.
     """
-    size = group_size(group)
-    cuts = even_cuts(x.shape[-1], size)
-    own = cuts[group_rank(group)]
-    if size == 1:
-        return [x], own
-    # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
-    width = max(cut.stop - cut.start for cut in cuts)
-    pieces = []
-    for cut in cuts:
-        piece = x[..., cut]
-        short = width - piece.shape[-1]
-        pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
-    received = all_to_all([p.contiguous() for p in pieces], group)
-    return [r[..., : own.stop - own.start] for r in received], own
+    moving, own = start_exchange_columns(x, group)
+    return moving(), own
 
 
 @eager_only
