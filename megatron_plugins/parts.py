@@ -3,6 +3,9 @@
 For mode stable, where a job wants one part and keeps the rest of its stack. In mode invariant the whole is promised:
 there the gate names what is missing. A part takes the place of upstream's module under the same parameter names, also
 where TransformerEngine fuses a norm into the linear behind it, so checkpoints stay interchangeable.
+
+Sums over ranks are no part: they belong to no module of a spec, but to functions of upstream's that mode invariant
+replaces (`megatron_plugins.overrides`).
 """
 
 from __future__ import annotations

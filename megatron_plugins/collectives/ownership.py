@@ -17,6 +17,7 @@ from te_overrides.kernels.collectives.reference import (
     exchange_columns,
     owned,
     start_all_reduce,
+    start_exchange_columns,
     start_reduce_scatter,
 )
 from te_overrides.kernels.collectives.transport import all_gather, group_size, start_all_gather
@@ -24,6 +25,27 @@ from te_overrides.kernels.embedding.ops import embedding_gradient
 from te_overrides.kernels.gemm.ops import one_lane
 from te_overrides.kernels.granules.ops import granule_partials, sum_granules
 from te_overrides.kernels.granules.reference import GRANULE, check_run
+
+
+def start_weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout
+) -> Callable[[], torch.Tensor]:
+    """`weight_gradient` whose operands are sent at once: what it returns waits for the others' and multiplies.
+
+    Both exchanges are under way when this returns, so that what the caller computes next hides them. `x` must not be
+    written before the wait. What travels belongs to this function until then, and both ends of it are called on one
+    stream: no memory is given to a later computation that the exchange still reads or writes.
+    """
+    pieces, own = start_exchange_columns(grad, layout.cp_group)
+    tokens = start_all_gather(x, layout.cp_group)
+
+    def finish() -> torch.Tensor:
+        all_grad = layout.canonical(pieces())
+        all_x = layout.canonical(tokens.wait())
+        rows = one_lane(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t(), torch.float32)
+        return owned(rows, own, grad.shape[-1], dim=0)
+
+    return finish
 
 
 def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout) -> torch.Tensor:
@@ -36,11 +58,7 @@ def weight_gradient(x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout)
     Returns:
         [N, K] float32; rows of other CP ranks are +0.
     """
-    pieces, own = exchange_columns(grad, layout.cp_group)
-    all_x = layout.canonical(all_gather(x, layout.cp_group))
-    all_grad = layout.canonical(pieces)
-    rows = one_lane(canonical_tokens(all_grad).t(), canonical_tokens(all_x).t(), torch.float32)
-    return owned(rows, own, grad.shape[-1], dim=0)
+    return start_weight_gradient(x, grad, layout)()
 
 
 def check_granules(positions: int, layout: ParallelLayout, *, tokens_over_tp: bool) -> None:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from megatron_plugins.collectives.ownership import weight_gradient
+from megatron_plugins.collectives.ownership import start_weight_gradient
 from megatron_plugins.parallel_layout import ParallelLayout, canonical_tokens
 from te_overrides.kernels.gemm.ops import add_one_lane_, gradient
 
 
-def deliver_weight_gradient(
-    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, layout: ParallelLayout, fused: bool
-) -> torch.Tensor:
-    """dW of ``y = x W^T`` of this micro-batch, handed on as `deliver` does.
+def start_weight_gradient_delivery(
+    weight: torch.Tensor,
+    tokens: Callable[[], torch.Tensor],
+    grad: torch.Tensor,
+    layout: ParallelLayout,
+    fused: bool,
+) -> Callable[[], torch.Tensor]:
+    """dW of ``y = x W^T`` of this micro-batch: operands start to travel, what is returned computes and delivers it.
+
+    Under context parallelism the exchange of x and grad is under way when this returns; it needs the tokens, which are
+    therefore awaited here. Elsewhere they are awaited by what is returned, which hands dW on as `deliver` does.
 
     Where no other rank owns rows of it, the product goes where it belongs at once: into ``main_grad`` without a
     float32 copy in between, or rounded to the weight's dtype. The bits are those of the long way.
 
     Args:
         weight: the parameter, [N, K].
-        x: [s, B, K], s the positions of this CP rank (already gathered over sequence parallelism).
+        tokens: gives x [s, B, K], s the positions of this CP rank (gathered over sequence parallelism).
         grad: [s, B, N].
         fused: see `deliver`.
     """
     if layout.cp_size > 1:
-        return deliver(weight, weight_gradient(x, grad, layout), fused)
+        moving = start_weight_gradient(tokens(), grad, layout)
+        return lambda: deliver(weight, moving(), fused)
+    return lambda: _deliver_own(weight, tokens(), grad, fused)
+
+
+def _deliver_own(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fused: bool) -> torch.Tensor:
+    """dW where this rank has all tokens."""
     a, b = canonical_tokens(grad).t(), canonical_tokens(x).t()
     if not fused:
         return gradient(a, b, weight.dtype)

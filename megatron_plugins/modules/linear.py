@@ -18,7 +18,7 @@ from megatron_plugins.collectives.ownership import (
     start_gather_tokens,
     sum_over_tp,
 )
-from megatron_plugins.modules.gradient_accumulation import deliver_weight_gradient, rounded
+from megatron_plugins.modules.gradient_accumulation import rounded, start_weight_gradient_delivery
 from megatron_plugins.modules.guard import require_supported
 from megatron_plugins.modules.input_gradient import start_input_gradient
 from megatron_plugins.modules.norm import DeterministicRMSNorm, normalize
@@ -60,13 +60,14 @@ def _column_gradients(
     """dX [s(/TP), B, K] and dW [N / TP, K] of a column-parallel product for `grad` [s, B, N / TP]."""
     layout: ParallelLayout = ctx.layout
     dx = dw = None
-    # Tokens for dW travel while dX is computed, dX's sum while dW is.
+    # Operands of dW travel while dX is computed, dX's sum while dW is.
     if ctx.needs_input_grad[1]:
         gathered = start_gather_tokens(x, layout)
+        delivered = start_weight_gradient_delivery(weight, gathered, grad, layout, ctx.fused)
     if ctx.needs_input_grad[0]:
         reduced = start_input_gradient(grad, weight, layout, segments, ctx.two_lane)
     if ctx.needs_input_grad[1]:
-        dw = deliver_weight_gradient(weight, gathered(), grad, layout, ctx.fused)
+        dw = delivered()
     if ctx.needs_input_grad[0]:
         dx = reduced()
     return dx, dw
@@ -111,10 +112,13 @@ class _RowParallel(torch.autograd.Function):
         layout: ParallelLayout = ctx.layout
         grad = gather_tokens(grads[0].contiguous(), layout)
         dx = dw = None
+        # Operands of dW travel while dX is computed.
+        if ctx.needs_input_grad[1]:
+            delivered = start_weight_gradient_delivery(weight, lambda: x, grad, layout, ctx.fused)
         if ctx.needs_input_grad[0]:
             dx = one_lane(_flat(grad), weight.t()).view(*grad.shape[:-1], weight.shape[1])
         if ctx.needs_input_grad[1]:
-            dw = deliver_weight_gradient(weight, x, grad, layout, ctx.fused)
+            dw = delivered()
         return dx, dw, None, None
 
 

@@ -73,14 +73,21 @@ def test_every_layout_is_equal_and_works_its_share(tmp_path: Path) -> None:
 
 
 def test_a_broken_order_is_found(tmp_path: Path) -> None:
-    words = ("--hidden", "64", "--intermediate", "128", "--only", "tp2_cp2_sp M=8")
+    words = ("--hidden", "64", "--intermediate", "128", "--only", "tp2_cp2")
     status, report, output = verify(tmp_path / "r.json", *words, module="broken_ffn")
     assert status == 1, output
-    (row,) = report["rows"]
+    trees, tokens = (
+        next(row["columns"] for row in report["rows"] if row["case"] == f"{mesh} M=8 backward")
+        for mesh in ("tp2_cp2_sp", "tp2_cp2")
+    )
     for column in ("forward", "training output", "dHidden", "dW 1 grad", "dW 3 main_grad"):
-        wrong = row["columns"][column]["mismatched"]
-        # Weight gradients are one lane each, of values that no tree has touched.
-        assert (wrong > 0) == (not column.startswith("dW")), f"{column}: {wrong}"
+        # Weight gradients are one lane each, of values that no tree has touched; nothing else sums over tokens.
+        of_tokens = column.startswith("dW")
+        print(column, trees[column], tokens[column])
+        assert (trees[column]["mismatched"] > 0) == (not of_tokens), f"{column}: {trees[column]}"
+        # Rounded to 16 bits, sums of eight tokens show hardly any of it; in float32 they do.
+        if column != "dW 1 grad":
+            assert (tokens[column]["mismatched"] > 0) == of_tokens, f"{column}: {tokens[column]}"
     assert "FAILED" in output
 
 

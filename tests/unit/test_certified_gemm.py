@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_overrides.kernels.gemm import certified, reference
 from te_overrides.kernels.gemm.certified import SPLIT, Certificates
@@ -21,6 +23,7 @@ class FakeLibrary:
         self, split: bool = False, release: str = "1", names: tuple[str, ...] = ("sgemm_128x64",)
     ) -> None:
         self.split, self.release, self.names = split, release, names
+        self.profiler_at_work = False
         self.calls, self.graph, self.timing, self.setting = 0, False, False, "ws=8"
 
     def version(self) -> str:
@@ -42,6 +45,8 @@ class FakeLibrary:
         )
 
     def kernels(self, a: torch.Tensor, b: torch.Tensor) -> tuple[str, ...]:
+        if self.profiler_at_work:
+            raise RuntimeError("profiler is already enabled")
         return self.names
 
     def capturing(self) -> bool:
@@ -95,6 +100,29 @@ def test_kernels_that_share_a_sum_are_refused_by_name_although_equal(tmp_path: P
     assert name in str(certificate.refused)
 
 
+@pytest.mark.parametrize("at_work", [True, False])
+def test_kernels_that_could_not_be_named_never_serve_although_equal(tmp_path: Path, at_work: bool) -> None:
+    """A profiler that fails, or sees nothing, must not pass for a library that does not split K."""
+    library = FakeLibrary(names=())
+    library.profiler_at_work = at_work
+    found = made(library, tmp_path)
+    why = "profiler is already enabled" if at_work else "saw none"
+    with pytest.warns(UserWarning, match=f"not used.*could not be named.*{why}"):
+        assert found.product(A, B, A.dtype) is None
+    certificate = found.certificate(A, B)
+    assert (certificate.equal, certificate.mismatched) == (False, 0) and why in str(certificate.refused)
+    # Neither kept for later processes nor believed where an older release kept it.
+    assert not list(tmp_path.glob("*.json"))
+    made(FakeLibrary(), tmp_path).certificate(A, B)
+    (file,) = tmp_path.glob("*.json")
+    body = json.loads(file.read_text())
+    body["certificate"]["kernels"] = []
+    del body["sum"]
+    file.write_text(json.dumps({**body, "sum": certified._sum(body)}))
+    with pytest.warns(UserWarning, match="without a name.*|not used"):
+        assert made(library, tmp_path).product(A, B, A.dtype) is None
+
+
 @pytest.mark.parametrize(
     "name", ["nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "Cijk_Ailk_GSU1_SK0_x", "Cijk_GSU0_MT16"]
 )
@@ -123,7 +151,7 @@ def test_trial_operands_lie_as_the_product_does() -> None:
             base[offset:].as_strided((8, 16), (32, 1), offset),
             base[offset:].as_strided((8, 16), (1, 32), offset),
         ):
-            trial = certified._as(x, torch.ones(8, 16))
+            trial = certified._like(x).fill_(1.0)
             assert trial.stride() == x.stride()
             assert certified._alignment(trial) == certified._alignment(x), offset
             assert torch.equal(trial, torch.ones_like(trial))
@@ -214,7 +242,8 @@ def test_trials_show_a_split_at_any_place_of_k_in_a_single_tile(dtype: torch.dty
     for at in (8, 40, 64, 120):
         seen = 0
         for kind in certified.KINDS:
-            a, b = certified._numbers(16, 16, 128, dtype, generator, kind)
+            a, b = torch.empty(2, 16, 128, dtype=dtype)
+            certified._fill(a, b, generator, kind)
             parts = reference.chain(a[:, :at], b[:, :at]) + reference.chain(a[:, at:], b[:, at:])
             want = reference.one_lane(a, b)
             assert want.isfinite().all()
@@ -222,8 +251,31 @@ def test_trials_show_a_split_at_any_place_of_k_in_a_single_tile(dtype: torch.dty
         assert seen >= 64, f"split at {at}: {seen} of {4 * 16 * 16}"
 
 
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes in another dtype than the operands'."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype is not torch.bfloat16:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_trials_are_made_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certified, "CHUNK", 1 << 10)
+    a, b = torch.full((2, 256, 128), float("nan"), dtype=torch.bfloat16)
+    with Sizes() as sizes:
+        certified._fill(a, b, torch.Generator().manual_seed(0), certified.KINDS[-1])
+    assert sizes.largest == 1 << 10, f"{sizes.largest} numbers beside operands of {a.numel()}"
+    assert a.isfinite().all() and b.isfinite().all()
+    assert len(a[:, 0].unique()) > 128, "rows repeat"
+
+
 def test_trials_span_many_exponents() -> None:
-    a, _ = certified._numbers(64, 64, 64, torch.bfloat16, torch.Generator().manual_seed(0), "many exponents")
+    a, b = torch.empty(2, 64, 64, dtype=torch.bfloat16)
+    certified._fill(a, b, torch.Generator().manual_seed(0), "many exponents")
     exponents = torch.frexp(a.float())[1]
     assert int(exponents.max() - exponents.min()) >= 30
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bits import assert_equal_bits
-from megatron_plugins.modules import linear
+from megatron_plugins.modules import gradient_accumulation, linear
 from megatron_plugins.modules.input_gradient import start_input_gradient
 from megatron_plugins.parallel_layout import ParallelLayout
 from te_overrides.kernels.gemm.reference import chain, lane_tree
@@ -64,13 +64,13 @@ def test_the_weight_s_gradient_is_computed_while_the_input_s_travels(monkeypatch
 
         return start
 
-    def deliver(*arguments: Any, original: Any = linear.deliver_weight_gradient) -> Any:
+    def deliver(*arguments: Any, original: Any = gradient_accumulation.gradient) -> Any:
         seen.append("dW")
         return original(*arguments)
 
     monkeypatch.setattr(linear, "start_gather_tokens", started("tokens", linear.start_gather_tokens))
     monkeypatch.setattr(linear, "start_input_gradient", started("dX", linear.start_input_gradient))
-    monkeypatch.setattr(linear, "deliver_weight_gradient", deliver)
+    monkeypatch.setattr(gradient_accumulation, "gradient", deliver)
     x = torch.randn(4, 1, 8, requires_grad=True)
     weight = torch.randn(16, 8, requires_grad=True)
     linear._ColumnParallel.apply(x, weight, ALONE, 1, False, False).sum().backward()

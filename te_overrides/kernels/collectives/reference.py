@@ -20,7 +20,6 @@ from te_overrides.kernels.collectives.buffers import copied, require_apart, requ
 from te_overrides.kernels.collectives.streams import Ready
 from te_overrides.kernels.collectives.transport import (
     all_gather,
-    all_to_all,
     as_bytes,
     described_movement,
     group_rank,
@@ -284,6 +283,29 @@ def even_cuts(size: int, parts: int) -> list[slice]:
 
 
 @eager_only
+def start_exchange_columns(
+    x: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[Callable[[], list[torch.Tensor]], slice]:
+    """`exchange_columns` that returns at once: what it returns waits for the columns. `x` may be written afterwards."""
+    size = group_size(group)
+    cuts = even_cuts(x.shape[-1], size)
+    own = cuts[group_rank(group)]
+    if size == 1:
+        return lambda: [x], own
+    assert group is not None
+    # The whole operand: 7 and 8 columns over 4 ranks would travel in pieces of one width.
+    require_agreement(("exchange_columns", x.dtype, x.shape), group, x.device, words=described_movement)
+    # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
+    width = max(cut.stop - cut.start for cut in cuts)
+    pieces = []
+    for cut in cuts:
+        piece = x[..., cut]
+        short = width - piece.shape[-1]
+        pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
+    moving = start_all_to_all([p.contiguous() for p in pieces], group, agreed=True)
+    return lambda: [r[..., : own.stop - own.start] for r in moving.wait()], own
+
+
 def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[list[torch.Tensor], slice]:
     """All-to-all by columns: every rank's `x` restricted to the columns of its last dim that this rank owns.
 
@@ -296,23 +318,8 @@ def exchange_columns(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[
     Raises:
         DisagreementError, MissingRankError, CaptureError: see `agreement.require_agreement`.
     """
-    size = group_size(group)
-    cuts = even_cuts(x.shape[-1], size)
-    own = cuts[group_rank(group)]
-    if size == 1:
-        return [x], own
-    assert group is not None
-    # The whole operand: 7 and 8 columns over 4 ranks would travel in pieces of one width.
-    require_agreement(("exchange_columns", x.dtype, x.shape), group, x.device, words=described_movement)
-    # A transport moves equal pieces: short slices travel with a column of zeros that the owner drops.
-    width = max(cut.stop - cut.start for cut in cuts)
-    pieces = []
-    for cut in cuts:
-        piece = x[..., cut]
-        short = width - piece.shape[-1]
-        pieces.append(torch.nn.functional.pad(piece, (0, short)) if short else piece)
-    received = all_to_all([p.contiguous() for p in pieces], group, agreed=True)
-    return [r[..., : own.stop - own.start] for r in received], own
+    moving, own = start_exchange_columns(x, group)
+    return moving(), own
 
 
 @eager_only

@@ -86,7 +86,7 @@ class Certificate:
     Attributes:
         equal: whether the library may serve the product.
         mismatched, compared: elements.
-        kernels: names of the library's kernels, empty where the profiler gave none.
+        kernels: names of the library's kernels; without any the library does not serve.
         refused: why not, or None.
     """
 
@@ -149,16 +149,19 @@ class Torch:
         return torch.mm(a, b.t())
 
     def kernels(self, a: torch.Tensor, b: torch.Tensor) -> tuple[str, ...]:
-        """Names by the profiler; none where another one is at work."""
+        """Names by the profiler, of what ran on the device.
+
+        Raises:
+            RuntimeError: another profiler is at work.
+        """
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
-        try:
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                self.multiply(a, b)
-                torch.cuda.synchronize(a.device)
-        except RuntimeError:
-            return ()
-        return tuple(sorted({event.key for event in profiler.key_averages()}))
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.multiply(a, b)
+            torch.cuda.synchronize(a.device)
+        ran = {event.key for event in profiler.key_averages() if event.device_type is DeviceType.CUDA}
+        return tuple(sorted(ran))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -183,9 +186,9 @@ def _lying(
     return buffer.as_strided(shape, strides, at)
 
 
-def _as(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` as `x` lies."""
-    return _lying(tuple(x.shape), x.stride(), _alignment(x), x.dtype, x.device).copy_(values)
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Memory that lies as `x` does."""
+    return _lying(tuple(x.shape), x.stride(), _alignment(x), x.dtype, x.device)
 
 
 KINDS = ("plain", "many exponents", "cancelling", "cancelling, many exponents")
@@ -193,28 +196,31 @@ KINDS = ("plain", "many exponents", "cancelling", "cancelling, many exponents")
 every one of them; of plain numbers it shows one in thousands."""
 
 
-def _numbers(
-    rows: int, columns: int, k: int, dtype: torch.dtype, generator: torch.Generator, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random operands [rows, K], [columns, K].
+CHUNK = 1 << 22
+"""Numbers that are made at a time: beside operands as large as a model's there is little room."""
+
+
+def _fill(a: torch.Tensor, b: torch.Tensor, generator: torch.Generator, kind: str) -> None:
+    """Random numbers into the operands [M, K], [N, K], some rows at a time.
 
     Cancelling: the second half of K holds the first half's terms negated, in another order.
     """
-    device = generator.device
+    device, k = generator.device, a.shape[1]
     # Terms of float16 must be finite, and what is left of a sum large enough for it.
-    spread = 4 if dtype == torch.float16 else 20
+    spread = 4 if a.dtype == torch.float16 else 20
     half = k // 2
     order = torch.randperm(half, generator=generator, device=device)
-    pair = []
-    for count, sign in ((rows, -1.0), (columns, 1.0)):
-        values = torch.randn((count, k), generator=generator, device=device).mul_(8.0)
-        if "exponents" in kind:
-            exponents = torch.randint(-spread, spread // 2, (count, k), generator=generator, device=device)
-            values = torch.ldexp(values, exponents)
-        if "cancelling" in kind:
-            values[:, k - half :] = values[:, :half][:, order] * sign
-        pair.append(values.to(dtype))
-    return pair[0], pair[1]
+    for operand, sign in ((a, -1.0), (b, 1.0)):
+        for rows in operand.split(max(1, CHUNK // k)):
+            values = torch.randn(rows.shape, generator=generator, device=device).mul_(8.0)
+            if "exponents" in kind:
+                exponents = torch.randint(
+                    -spread, spread // 2, rows.shape, generator=generator, device=device, dtype=torch.int16
+                )
+                values = torch.ldexp(values, exponents)
+            if "cancelling" in kind:
+                values[:, k - half :] = values[:, :half][:, order] * sign
+            rows.copy_(values)
 
 
 class Certificates:
@@ -281,6 +287,8 @@ class Certificates:
         if found is None:
             found = self._try(a, b)
             self._write(key, found)
+            if not found.kernels:
+                warnings.warn(f"a library product of {key.shape} is not used: {found.refused}", stacklevel=2)
         self._known[key] = found
         return found
 
@@ -289,16 +297,22 @@ class Certificates:
         generator = torch.Generator(a.device).manual_seed(int.from_bytes(os.urandom(7), "little"))
         mismatched = compared = 0
         names: tuple[str, ...] = ()
+        why = "the profiler saw none"
+        x, y = _like(a), _like(b)
         for kind in KINDS:
-            left, right = _numbers(a.shape[0], b.shape[0], a.shape[1], a.dtype, generator, kind)
-            x, y = _as(a, left), _as(b, right)
+            _fill(x, y, generator, kind)
             found = count_mismatches(self.library.multiply(x, y), self.ours(x, y))
             mismatched, compared = mismatched + found[0], compared + found[1]
-            names = names or self.library.kernels(x, y)
+            try:
+                names = names or self.library.kernels(x, y)
+            except RuntimeError as error:
+                why = str(error)
         split = [name for name in names if SPLIT.search(name)]
         refused = f"{mismatched} of {compared} elements differ" if mismatched else None
         if split:
             refused = f"K is split, by its name: {split[0]}"
+        elif not names and not mismatched:
+            refused = f"its kernels could not be named, so that none says whether K is split: {why}"
         return Certificate(refused is None, mismatched, compared, names, refused)
 
     def _file(self, key: Key) -> Path | None:
@@ -315,7 +329,8 @@ class Certificates:
 
     def _write(self, key: Key, certificate: Certificate) -> None:
         file = self._file(key)
-        if file is None:
+        # What another profiler kept from being named may be certified by a later process.
+        if file is None or not (certificate.kernels or certificate.mismatched):
             return
         body = {"format": FORMAT, "key": asdict(key), "certificate": asdict(certificate)}
         try:
@@ -382,7 +397,10 @@ def read(file: Path) -> tuple[Key, Certificate] | None:
         for part, kind in zip(parts, (Key, Certificate), strict=True):
             if set(part) != {field.name for field in fields(kind)}:
                 raise ValueError(f"keys {sorted(part)}")
-        return Key(**parts[0]), Certificate(**parts[1])
+        certificate = Certificate(**parts[1])
+        if certificate.equal and not certificate.kernels:
+            raise ValueError("it says equal of kernels without a name")
+        return Key(**parts[0]), certificate
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"the certificate {file} is not used and will be made anew: {error!r}", stacklevel=2)
         return None

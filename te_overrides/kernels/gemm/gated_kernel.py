@@ -52,7 +52,8 @@ def gated_kernel(
     tile_n = program % (GROUP * tiles_n) // height
     rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
     columns = (tile_n * BN + tl.arange(0, BN)).to(tl.int64)
-    k = tl.arange(0, BK).to(tl.int64)
+    within = tl.arange(0, BK)
+    k = within.to(tl.int64)
     a_row = a + rows[:, None] * a_m  # [BM, 1]
     gate_column = b + columns[None, :] * b_n  # [1, BN]
     up_column = gate_column + N.to(tl.int64) * b_n
@@ -62,7 +63,7 @@ def gated_kernel(
     up = tl.zeros((BM, BN), tl.float32)
     for step in range(tl.cdiv(K, BK)):
         at = step * BK + k
-        inside = at < K
+        inside = within < K - step * BK
         x = tl.load(a_row + at[None, :] * a_k, row_ok & inside[None, :], 0.0)  # [BM, BK]
         y = tl.load(gate_column + at[:, None] * b_k, column_ok & inside[:, None], 0.0)  # [BK, BN]
         z = tl.load(up_column + at[:, None] * b_k, column_ok & inside[:, None], 0.0)  # [BK, BN]

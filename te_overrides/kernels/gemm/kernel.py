@@ -89,7 +89,8 @@ def gemm_kernel(
     tile_n = program % (GROUP * tiles_n) // height
     rows = (tile_m * BM + tl.arange(0, BM)).to(tl.int64)
     columns = (tile_n * BN + tl.arange(0, BN)).to(tl.int64)
-    k = tl.arange(0, BK).to(tl.int64)
+    within = tl.arange(0, BK)
+    k = within.to(tl.int64)
     a_row = a + rows[:, None] * a_m  # [BM, 1]
     b_column = b + columns[None, :] * b_n  # [1, BN]
     row_ok = rows[:, None] < M
@@ -97,7 +98,6 @@ def gemm_kernel(
     s0 = tl.zeros((BM, BN), LANE)
     s1 = tl.zeros((BM, BN), LANE)
     s2 = tl.zeros((BM, BN), LANE)
-    total = tl.zeros((BM, BN), LANE)
     acc = tl.zeros((BM, BN), tl.float32)
     steps = tl.cdiv(lane_width, BK)
     # One loop over all lanes, so that the pipeline of loads never drains between them.
@@ -105,8 +105,9 @@ def gemm_kernel(
         step = number % steps
         part_of_k = number // steps
         lane = part_of_k // SEGMENTS
-        # A tail is masked inside its lane: zeros leave the chain as it is.
-        inside = step * BK + k < lane_width
+        # A tail is masked inside its lane: zeros leave the chain as it is. In 32 bits: 64 cost the registers that the
+        # tree needs.
+        inside = within < lane_width - step * BK
         at = (part_of_k % SEGMENTS) * segment_width + lane * lane_width + step * BK + k
         x = tl.load(a_row + at[None, :] * a_k, row_ok & inside[None, :], 0.0)  # [BM, BK]
         y = tl.load(b_column + at[:, None] * b_k, column_ok & inside[:, None], 0.0)  # [BK, BN]
@@ -126,11 +127,17 @@ def gemm_kernel(
                         if lane % 8 == 3:
                             s2 = part
                         else:
-                            part = s2 + part
-                total = part
+                            s0 = s2 + part
                 acc = tl.zeros((BM, BN), tl.float32)
+    # Where the last lane left the tree's root: the level that it closed, or (of eight) the one that was free.
     if COUNT == 1:
         total = _round_lane(acc, LANE, HIP)
+    elif COUNT == 2:
+        total = s1
+    elif COUNT == 4:
+        total = s2
+    else:
+        total = s0
     tl.store(c + rows[:, None] * c_m + columns[None, :], total.to(OUT), row_ok & column_ok)
 
 
