@@ -326,7 +326,7 @@ def _beside_the_payload(rank: int, world: int) -> list[str]:
         agreement.require_agreement(known, group, cuda)
     assert calls.meetings == meetings + 1 and len(calls.since) == 1
     # 512 bytes that are known on one rank and a new sum on the others: an error, and nobody's words are added.
-    short, *later = (dist.new_group(list(range(world)), timeout=timedelta(seconds=1)) for _ in range(3))
+    short, *later = (dist.new_group(list(range(world)), timeout=timedelta(seconds=2)) for _ in range(3))
     x = torch.ones(128)
     sums.all_reduce(x, short)
     start = time.monotonic()
@@ -338,11 +338,11 @@ def _beside_the_payload(rank: int, world: int) -> list[str]:
         dist.barrier()
         if rank == absent:
             # When the others have gone it must not go on as if they were there.
-            time.sleep(2)
+            time.sleep(4)
         said.append(_error(lambda late=late: sums.all_reduce(x, late)))
         again = _error(lambda late=late: sums.all_reduce(x, late))
         assert "an earlier call of this group failed" in again and said[-1].split(": ", 1)[1] in again, again
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 30
     return said
 
 
@@ -353,7 +353,7 @@ def test_what_ranks_exchange_about_a_sum_never_meets_its_payload() -> None:
         for absent, said in ((1, line), (2, second), (0, zeroth)):
             came = [other for other in everybody if other != absent]
             if rank != absent:
-                assert "within its timeout of 1 s" in said, said
+                assert "within its timeout of 2 s" in said, said
                 assert f"ranks {came} came, ranks {[absent]} did not" in said, f"rank {rank}: {said}"
         # Its own payload found nobody.
         if rank == 1:
